@@ -1,0 +1,42 @@
+"""The scheduler's configuration: small, frozen, checked when built. Sizes come in as arguments; nothing is read here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """`num_blocks` blocks of `block_size` token slots form the pool. `token_budget` caps the tokens of one step.
+
+    With `chunked_prefill` off a prompt is computed in one step however long, and the budget only bounds what else
+    joins that step. `prefix_wait_steps` bounds for how many steps a request may wait for another one that is computing
+    the prefix both need.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_context: int = 8192
+    max_running: int = 64
+    token_budget: int = 512
+    prefix_cache: bool = True
+    chunked_prefill: bool = True
+    prefix_wait_steps: int = 512
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_blocks", "block_size", "max_context", "max_running", "token_budget"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.token_budget < self.max_running:
+            raise ConfigError(
+                f"token_budget ({self.token_budget}) is below max_running ({self.max_running}): some running sequences "
+                f"would get no token in a step; raise token_budget or lower max_running"
+            )
+
+    @property
+    def pool_tokens(self) -> int:
+        """Token slots in the pool."""
+        return self.num_blocks * self.block_size

@@ -1,0 +1,66 @@
+"""What a commit, an abort or an add produced, for whoever listens: request streams, metrics, recorders.
+
+Events are facts in the past tense; nothing in the core reacts to them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class Admitted(NamedTuple):
+    """A request got its first blocks. `num_cached` prompt tokens came from the prefix cache."""
+
+    request_id: str
+    num_prompt: int
+    num_cached: int
+    queue_seconds: float
+
+
+class TokensGenerated(NamedTuple):
+    """New output tokens of one request, in order. Never empty, never includes tokens sent before."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_cached: int
+
+
+class Preempted(NamedTuple):
+    """A running request lost its blocks; `num_lost` computed tokens must be computed again or copied back."""
+
+    request_id: str
+    num_lost: int
+
+
+class Finished(NamedTuple):
+    """The last event of a request. `causes` are (name, seconds) and sum to `now - arrival`."""
+
+    request_id: str
+    reason: FinishReason
+    num_prompt: int
+    num_generated: int
+    num_cached: int
+    causes: tuple[tuple[str, float], ...]
+
+
+Event = Admitted | TokensGenerated | Preempted | Finished
+
+
+class BlockStored(NamedTuple):
+    """A full block entered the prefix tree. Digests chain: a digest names the block and everything before it."""
+
+    digest: bytes
+    parent: bytes
+    block: int
+
+
+class BlockRemoved(NamedTuple):
+    """A block left the prefix tree."""
+
+    digest: bytes
+    block: int
+
+
+BlockEvent = BlockStored | BlockRemoved

@@ -1,0 +1,112 @@
+"""A request as it was asked, frozen: token ids in, sampling, priority. Text never reaches this far down.
+
+Requests are what a trace stores and what the input log records, so everything here can be written as JSON and read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pellucid.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1.0 and `min_p` 0.0 switch their filter off. The filters apply in the
+    order temperature, top-k, top-p, min-p. With a `seed`, the token at a position depends on the seed and that
+    position alone, never on what else is in the batch.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not self.temperature >= 0.0:
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k is {self.top_k}; it must be 0 (off) or more")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min_p is {self.min_p}; it must lie in [0, 1]")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `arrival` is in seconds on the clock of whoever calls the scheduler.
+
+    `prompt` is a sequence of token ids; in a simulator it may be a `range` of the right length whose values mean
+    nothing, with `block_keys` naming the blocks instead (a trace's hash ids, full blocks in position order).
+    `cache_key` names the prefix-cache namespace; the core compares it and never learns what it means.
+    `match_limit` bounds how many prompt tokens may come from the cache (0: none; None: no bound).
+    """
+
+    id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival: float = 0.0
+    tenant: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    cache_key: bytes = b""
+    match_limit: int | None = None
+    block_keys: tuple[Hashable, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise ConfigError(f"request {self.id!r} has an empty prompt; it needs at least one token")
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready dict; fields at their default are left out. `from_json` reads it back to an equal request."""
+        sampling = {k: getattr(self.sampling, k) for k in SamplingParams.__dataclass_fields__}
+        defaults = SamplingParams()
+        row: dict[str, Any] = {
+            "id": self.id,
+            "prompt": list(self.prompt),
+            "sampling": {k: v for k, v in sampling.items() if v != getattr(defaults, k)},
+            "arrival": self.arrival,
+            "tenant": self.tenant,
+            "priority": self.priority,
+            "deadline": self.deadline,
+            "cache_key": self.cache_key.hex(),
+            "match_limit": self.match_limit,
+            "block_keys": None if self.block_keys is None else list(self.block_keys),
+        }
+        return {k: v for k, v in row.items() if v not in ("", None, 0, {})}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Request:
+        """The request that `to_json` wrote. Raises KeyError or TypeError for a row of another shape."""
+        sampling = dict(row.get("sampling", {}))
+        if "stop_token_ids" in sampling:
+            sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
+        keys = row.get("block_keys")
+        return cls(
+            id=row["id"],
+            prompt=tuple(row["prompt"]),
+            sampling=SamplingParams(**sampling),
+            arrival=row.get("arrival", 0.0),
+            tenant=row.get("tenant", ""),
+            priority=row.get("priority", 0),
+            deadline=row.get("deadline"),
+            cache_key=bytes.fromhex(row.get("cache_key", "")),
+            match_limit=row.get("match_limit"),
+            block_keys=None if keys is None else tuple(keys),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pellucid.core.errors import ConfigError
+from pellucid.core.errors import ConfigError, RequestRejected
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +40,24 @@ class SchedulerConfig:
     def pool_tokens(self) -> int:
         """Token slots in the pool."""
         return self.num_blocks * self.block_size
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that one sequence, prompt and output together, can ever have."""
+        return min(self.max_context, self.pool_tokens)
+
+    def max_output_tokens(self, num_prompt: int) -> int:
+        """Most tokens that can be generated after a prompt of this length; at least 1, or RequestRejected."""
+        if num_prompt >= self.max_context:
+            raise RequestRejected(
+                "context_length_exceeded",
+                f"the prompt has {num_prompt} tokens, which exceeds the available context size: at most "
+                f"{self.max_context - 1} prompt tokens fit a context of {self.max_context}",
+            )
+        if num_prompt >= self.pool_tokens:
+            raise RequestRejected(
+                "kv_pool_exceeded",
+                f"the prompt has {num_prompt} tokens, which exceeds the available context size: the KV pool holds "
+                f"{self.pool_tokens} tokens ({self.num_blocks} blocks of {self.block_size}); raise --kv-memory",
+            )
+        return self.max_length - num_prompt

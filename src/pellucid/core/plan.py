@@ -96,7 +96,9 @@ class StepPlan:
             parts.append("copies " + " ".join(f"{c.source}>{c.target}" for c in self.copies))
         if self.transfers:
             parts.append("transfers " + " ".join(f"{t.id}:{t.kind}x{len(t.pairs)}" for t in self.transfers))
-        parts.append("run " + " ".join(f"{c.seq_id}:[{c.start},{c.end}){'*' if c.samples else ''}" for c in self.chunks))
+        parts.append(
+            "run " + " ".join(f"{c.seq_id}:[{c.start},{c.end}){'*' if c.samples else ''}" for c in self.chunks)
+        )
         return " | ".join(parts)
 
 

@@ -1,0 +1,61 @@
+"""Who is computing which block next, so that a second request with the same prefix waits for it instead of repeating it.
+
+Each running sequence that still has full prompt blocks to publish claims the next one: "below this node, under this key".
+A request whose cached prefix ends at that node and goes on with that key would compute exactly that block. Once the block
+is published the claim moves on, and whoever waited looks again. A claim ends with its holder's prompt, preemption or end,
+so nobody waits for something that nobody computes; `prefix_wait_steps` bounds the wait besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pellucid.core.kv_manager import PrefixMatch
+from pellucid.core.sequence import Claim, Sequence
+
+
+class PrefixClaims:
+    """At most one claim per sequence, and one holder per claim."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._holders: dict[Claim, Sequence] = {}
+        self._claims: dict[int, Claim] = {}
+
+    def renew(self, sequence: Sequence) -> None:
+        """Claim the next unpublished full block of the sequence's prompt, if there is one and nobody else has it."""
+        self.drop(sequence)
+        index = sequence.num_published
+        if (index + 1) * self._block_size > sequence.num_prompt:
+            return
+        node = sequence.node
+        assert node is not None
+        claim = (node if index else sequence.request.cache_key, sequence.key(index))
+        if claim not in self._holders:
+            self._holders[claim] = sequence
+            self._claims[sequence.id] = claim
+
+    def drop(self, sequence: Sequence) -> None:
+        """The sequence computes nothing any more (or something else)."""
+        claim = self._claims.pop(sequence.id, None)
+        if claim is not None:
+            del self._holders[claim]
+
+    def awaited(self, sequence: Sequence, match: PrefixMatch, limit: int) -> Claim | None:
+        """The claim of somebody who is computing the block after `match` for `sequence`, whose first `limit` tokens
+        may come from the cache."""
+        index = match.num_blocks
+        if (index + 1) * self._block_size > limit:
+            return None
+        claim = (match.nodes[-1] if index else sequence.request.cache_key, sequence.key(index))
+        return claim if claim in self._holders else None
+
+    def stands(self, claim: Claim) -> bool:
+        """Whether somebody still holds `claim`."""
+        return claim in self._holders
+
+    def held_only_by(self, running: Mapping[int, Sequence]) -> bool:
+        """Whether every claim is of a sequence in `running` (by id), and the two views of the claims agree."""
+        return len(self._claims) == len(self._holders) and all(
+            i in running and self._holders.get(claim) is running[i] for i, claim in self._claims.items()
+        )

@@ -7,8 +7,9 @@
 
     any of them ──begin_transfer──> IN_FLIGHT ──end_transfer──> what it would have been
 
-Invariants: every block is in exactly one state; the four counts add up to `num_blocks`; a block's reference count is the
-number of block tables that hold it. The pool knows nothing of tokens, sequences or devices: a second tier is a second pool.
+Invariants: every block is in exactly one state; the four counts add up to `num_blocks`; a block's reference count is
+the number of block tables that hold it. The pool knows nothing of tokens, sequences or devices: a second tier is a
+second pool.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler's configuration: small, frozen, checked when built. Sizes come in as arguments; nothing is read here."""
+"""The scheduler's configuration: small, frozen, checked when built. Sizes come in as arguments."""
 
 from __future__ import annotations
 

@@ -102,13 +102,13 @@ class KVManager:
         return True
 
     def publish(self, sequence: Sequence) -> int:
-        """Offer the sequence's newly full, computed blocks to the tree; returns how many it now has there in all."""
-        num_full = sequence.num_computed // self.block_size
-        if not self.prefix_cache or num_full <= sequence.num_published:
-            return sequence.num_published
+        """Offer the sequence's newly full, computed blocks to the tree; returns how many there were."""
+        num_new = sequence.num_computed // self.block_size - sequence.num_published
+        if not self.prefix_cache or num_new <= 0:
+            return 0
         parent = sequence.node
         assert parent is not None
-        for index in range(sequence.num_published, num_full):
+        for index in range(sequence.num_published, sequence.num_published + num_new):
             key = sequence.key(index)
             block = sequence.block_table[index]
             node = self.tree.child(parent, key)
@@ -121,8 +121,8 @@ class KVManager:
                 sequence.block_table[index] = node.block
                 sequence.num_table_sent = min(sequence.num_table_sent, index)
             parent = node
-        self._move_pin(sequence, parent, num_full)
-        return num_full
+        self._move_pin(sequence, parent, sequence.num_published + num_new)
+        return num_new
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep the KV of at most the first `num_tokens` tokens; blocks behind them go back, last one first.

@@ -1,8 +1,8 @@
 """A step, decided (StepPlan) and done (StepResult): the only two values that pass between scheduler and executor.
 
 A plan is a *delta*. An executor mirrors, per sequence, its tokens and its block table, and learns of a sequence once
-(`new`), of its blocks as they change (`blocks`), and of its end (`released`). So a plan stays small with 64 sequences of
-32k tokens, crosses a process boundary as it is, and gives the executor each sequence's life cycle.
+(`new`), of its blocks as they change (`blocks`), and of its end (`released`). So a plan stays small with 64 sequences
+of 32k tokens, crosses a process boundary as it is, and gives the executor each sequence's life cycle.
 
 Order inside a step: an executor applies `released`, then `new`, then `blocks`, then `copies` and `transfers`, and then
 computes `chunks`. Steps are executed in the order in which they were launched.

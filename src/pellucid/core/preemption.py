@@ -12,6 +12,6 @@ from pellucid.core.sequence import Sequence
 
 
 def choose_victim(running: Iterable[Sequence]) -> Sequence | None:
-    """The running sequence to preempt next; None if only the oldest is left. It may be the one that needs the blocks."""
+    """The running sequence to preempt next (it may be the one that needs blocks); None if only the oldest is left."""
     candidates = sorted(running, key=lambda sequence: sequence.id)[1:]
     return max(candidates, key=lambda sequence: (sequence.request.priority, sequence.id), default=None)

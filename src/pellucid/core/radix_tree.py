@@ -1,8 +1,8 @@
 """Which prefixes are in the pool: a tree with one full block per edge, and eviction of the least recently used leaf.
 
-A path from a namespace's root spells token blocks; keys are compared exactly, never by a digest alone, so a false hit is
-impossible. Keys are opaque hashables (token bytes in a live engine, a trace's hash ids in a simulator), so one edge per
-block costs one dictionary look-up and there is nothing to split.
+A path from a namespace's root spells token blocks; keys are compared exactly, never by a digest alone, so a false hit
+is impossible. Keys are opaque hashables (token bytes in a live engine, a trace's hash ids in a simulator), so one edge
+per block costs one dictionary look-up and there is nothing to split.
 
 Invariants: a node holds exactly one block of the pool; only leaves are evicted, so a cached block's prefix is always
 cached too; a pin on a node protects the whole path above it (inner nodes are never evicted) and nothing below it.
@@ -39,7 +39,7 @@ class Node:
 
     @property
     def digest(self) -> bytes:
-        """128 bits that name this block and all before it (for routing, recording, a disk tier). Computed when asked."""
+        """128 bits that name this block and all before it, for routing, recording and a disk tier; made when asked."""
         chain: list[Node] = []
         node: Node | None = self
         while node is not None and node._digest is None:

@@ -1,6 +1,6 @@
 """A request as it was asked, frozen: token ids in, sampling, priority. Text never reaches this far down.
 
-Requests are what a trace stores and what the input log records, so everything here can be written as JSON and read back.
+Requests are what a trace stores and the input log records, so everything here can be written as JSON and read back.
 """
 
 from __future__ import annotations

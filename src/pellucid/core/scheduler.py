@@ -4,12 +4,12 @@ A step gives every running sequence what is due to it: one token to those that a
 left of the token budget to those that are further behind (prompts, in order of arrival), then to newly admitted ones.
 There is no prefill phase: a prompt is a sequence that is far behind.
 
-`schedule` may be called again before the previous plan is committed; chunks then start at `num_scheduled`, and the input
-token may be "the one sampled in the step before". Steps are executed and committed in the order of their plans.
+`schedule` may be called again before the previous plan is committed; chunks then start at `num_scheduled`, and the
+input token may be "the one sampled in the step before". Steps are executed and committed in the order of their plans.
 
 Guarantees: the budget is never exceeded by chunked work; every running sequence that is one token behind is served in
-every step (token_budget >= max_running); the oldest running sequence is never preempted, so the system as a whole always
-progresses; what does not fit the pool or the context is refused when it is added, and never later.
+every step (token_budget >= max_running); the oldest running sequence is never preempted, so the system as a whole
+always progresses; what does not fit the pool or the context is refused when it is added, and never later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ class Draft:
     def __init__(self, budget: int) -> None:
         self.budget_left = budget
         self.chunks: dict[int, Chunk] = {}
-        self.new: dict[int, Sequence] = {}
         self.preempted = False
 
     def put(self, chunk: Chunk) -> None:
@@ -98,7 +97,7 @@ class Scheduler:
             raise RequestRejected("duplicate_id", f"request id {request.id!r} is already in use")
         num_prompt = len(request.prompt)
         num_output = min(request.sampling.max_tokens, self.config.max_output_tokens(num_prompt))
-        sequence = Sequence(self._next_seq_id, request, self.config.block_size, num_prompt + num_output, now)
+        sequence = Sequence(self._next_seq_id, request, self.config.block_size, num_prompt + num_output)
         self._next_seq_id += 1
         self._by_request[request.id] = sequence
         self.waiting.push(sequence)
@@ -151,12 +150,10 @@ class Scheduler:
 
     def _grant(self, sequence: Sequence, draft: Draft, now: float) -> None:
         """Give a running sequence as much of what is due as budget and pool allow, preempting others if it must."""
-        count = sequence.num_due
-        if self.config.chunked_prefill:
-            room = len(sequence.block_table) + self.kv.num_reclaimable
-            fitting = room * self.config.block_size - sequence.num_scheduled
-            count = min(count, draft.budget_left, max(fitting, 1))
-        while not self.kv.reserve(sequence, sequence.num_scheduled + count):
+        while True:
+            count = self._num_grantable(sequence, draft)
+            if self.kv.reserve(sequence, sequence.num_scheduled + count):
+                break
             victim = choose_victim(self.running.values())
             if victim is None:  # transfers under way hold what is missing
                 return
@@ -168,6 +165,14 @@ class Scheduler:
         draft.put(Chunk(sequence.id, start, end, samples))
         sequence.num_scheduled = end
         sequence.num_pending += samples
+
+    def _num_grantable(self, sequence: Sequence, draft: Draft) -> int:
+        """Tokens to compute for `sequence`: what is due, within budget and the blocks at hand, but at least one."""
+        if not self.config.chunked_prefill:
+            return sequence.num_due
+        room = len(sequence.block_table) + self.kv.num_reclaimable
+        fitting = room * self.config.block_size - sequence.num_scheduled
+        return max(1, min(sequence.num_due, draft.budget_left, fitting))
 
     def _admit_waiting(self, draft: Draft, now: float) -> None:
         """Start waiting sequences in the policy's order while slots, budget and memory last.
@@ -182,7 +187,7 @@ class Scheduler:
             match = self._match_unless_awaiting(sequence)
             if match is None:
                 continue
-            if not self.kv.can_attach(match, sequence.num_tokens + 1, promised):
+            if not self.kv.can_attach(match, self._num_needed(sequence), promised):
                 return
             self._start(sequence, match, draft, now)
             self._grant(sequence, draft, now)
@@ -190,7 +195,11 @@ class Scheduler:
 
     def _num_promised(self, sequence: Sequence) -> int:
         """Blocks a running sequence still needs for the tokens it has and the next one."""
-        return self.kv.num_blocks_missing(sequence, min(sequence.num_known + 1, sequence.max_length))
+        return self.kv.num_blocks_missing(sequence, self._num_needed(sequence))
+
+    def _num_needed(self, sequence: Sequence) -> int:
+        """Slots for the tokens a sequence has and the next one; the last token of all is never computed on."""
+        return min(sequence.num_known + 1, sequence.max_length - 1)
 
     def _match_unless_awaiting(self, sequence: Sequence) -> PrefixMatch | None:
         """The sequence's cached prefix, or None while another sequence is computing the block that would follow it."""
@@ -212,7 +221,6 @@ class Scheduler:
         self.running[sequence.id] = sequence
         self.kv.attach(sequence, match)
         self.claims.renew(sequence)
-        draft.new[sequence.id] = sequence
         sequence.ledger.switch(ledger.PREFILL, now)
         if sequence.num_preemptions == 0:
             sequence.num_cached = sequence.num_computed
@@ -238,8 +246,12 @@ class Scheduler:
         if not draft.chunks:
             return None
         launched = [Launched(self.running[i], chunk, self.running[i].epoch) for i, chunk in draft.chunks.items()]
-        updates = []
+        new, updates = [], []
         for sequence, _, _ in launched:
+            if not sequence.announced:
+                sequence.announced = True
+                request = sequence.request
+                new.append(NewSequence(sequence.id, tuple(sequence.tokens), sequence.num_prompt, request.sampling))
             if sequence.num_table_sent < len(sequence.block_table):
                 blocks = tuple(sequence.block_table[sequence.num_table_sent :])
                 updates.append(BlockUpdate(sequence.id, sequence.num_table_sent, blocks))
@@ -247,7 +259,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._next_step_id,
             chunks=tuple(draft.chunks.values()),
-            new=tuple(NewSequence(s.id, tuple(s.tokens), s.num_prompt, s.request.sampling) for s in draft.new.values()),
+            new=tuple(new),
             blocks=tuple(updates),
             released=tuple(self._released),
         )
@@ -317,11 +329,12 @@ class Scheduler:
         )
 
     def _leave_running(self, sequence: Sequence) -> None:
-        """Out of the running set: no claim, no blocks, and the executor forgets it if it has ever heard of it."""
+        """Out of the running set: no claim, no blocks, and the executor forgets it if it has heard of it."""
         del self.running[sequence.id]
         self.claims.drop(sequence)
-        if sequence.num_table_sent:
+        if sequence.announced:
             self._released.append(sequence.id)
+            sequence.announced = False
         self.kv.release(sequence)
 
     def _take_events(self) -> list[Event]:

@@ -47,6 +47,7 @@ class Sequence:
 
     __slots__ = (
         "_keys",
+        "announced",
         "awaited",
         "block_size",
         "block_table",
@@ -69,7 +70,7 @@ class Sequence:
         "tokens",
     )
 
-    def __init__(self, seq_id: int, request: Request, block_size: int, max_length: int, now: float) -> None:
+    def __init__(self, seq_id: int, request: Request, block_size: int, max_length: int) -> None:
         self.id = seq_id
         self.request = request
         self.block_size = block_size
@@ -77,13 +78,14 @@ class Sequence:
         self.tokens = array("i", request.prompt)
         self.num_prompt = len(request.prompt)
         self.status = Status.WAITING
-        self.ledger = Ledger(QUEUE, now)
+        self.ledger = Ledger(QUEUE, request.arrival)
         self.block_table: list[int] = []
         self.node: Node | None = None
         self.num_computed = 0
         self.num_scheduled = 0
         self.num_pending = 0  # samples of launched steps that are not committed yet
         self.num_published = 0
+        self.announced = False  # the executor has been told of it
         self.num_table_sent = 0  # entries of the block table that the executor has been told
         self.num_cached = 0  # prompt tokens that came from the cache at first admission
         self.awaited: Claim | None = None  # the block that another request is computing for both
@@ -108,8 +110,8 @@ class Sequence:
 
     @property
     def num_due(self) -> int:
-        """Tokens that could be computed now."""
-        return len(self.tokens) + self.num_pending - self.num_scheduled
+        """Tokens that could be computed now. Nothing is ever computed on the last token of `max_length`."""
+        return min(len(self.tokens) + self.num_pending, self.max_length - 1) - self.num_scheduled
 
     @property
     def num_generated(self) -> int:

@@ -1,9 +1,9 @@
-"""Who is computing which block next, so that a second request with the same prefix waits for it instead of repeating it.
+"""Who is computing which block next, so that a second request with the same prefix waits for it, not repeats it.
 
-Each running sequence that still has full prompt blocks to publish claims the next one: "below this node, under this key".
-A request whose cached prefix ends at that node and goes on with that key would compute exactly that block. Once the block
-is published the claim moves on, and whoever waited looks again. A claim ends with its holder's prompt, preemption or end,
-so nobody waits for something that nobody computes; `prefix_wait_steps` bounds the wait besides.
+Each running sequence that still has full prompt blocks to publish claims the next one: "below this node, under this
+key". A request whose cached prefix ends at that node and goes on with that key would compute exactly that block. Once
+the block is published the claim moves on, and whoever waited looks again. A claim ends with its holder's prompt,
+preemption or end, so nobody waits for something that nobody computes; `prefix_wait_steps` bounds the wait besides.
 """
 
 from __future__ import annotations

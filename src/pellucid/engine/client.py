@@ -7,32 +7,13 @@ offline face). Callers cannot tell which.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from pellucid.core.events import Finished, TokensGenerated
 from pellucid.core.request import Request
+from pellucid.engine.engine import EngineStats as EngineStats
 
 EngineState = Literal["starting", "ready", "dead"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the engine, at most a moment old. Counters only grow."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    blocks_free: int = 0
-    blocks_active: int = 0
-    blocks_cached: int = 0
-    blocks_in_flight: int = 0
-    num_steps: int = 0
-    step_seconds: float = 0.0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    num_preemptions: int = 0
-    num_finished: int = 0
 
 
 class EngineClient(Protocol):

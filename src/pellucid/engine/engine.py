@@ -1,0 +1,119 @@
+"""The loop: decide, do, fold in. Owns a scheduler and an executor, knows nothing of HTTP, processes or text.
+
+One `step` is the four lines that server, simulator and tests share. On a CPU the executor has the cores to itself while
+it computes, so one step is in flight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pellucid.core.errors import InvariantViolation
+from pellucid.core.events import Admitted, Event, Finished, Preempted, TokensGenerated
+from pellucid.core.invariants import check
+from pellucid.core.request import Request
+from pellucid.core.scheduler import Scheduler
+from pellucid.engine.executor import Executor
+
+SECONDS_BETWEEN_CHECKS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine, at most a moment old. Counters only grow; seconds are wall time."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_free: int = 0
+    blocks_active: int = 0
+    blocks_cached: int = 0
+    blocks_in_flight: int = 0
+    num_steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+
+
+class Engine:
+    """A scheduler, an executor and a clock. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._prompt_tokens = 0
+        self._cached_tokens = 0
+        self._generated_tokens = 0
+        self._num_preemptions = 0
+        self._num_finished = 0
+        self._checked_at = clock()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises RequestRejected where it could never be served."""
+        self.scheduler.add(request, self.clock())
+
+    def abort(self, request_id: str) -> list[Event]:
+        """End a request now; its blocks are free when this returns."""
+        return self._count(self.scheduler.abort(request_id, self.clock()))
+
+    def step(self) -> list[Event]:
+        """Run one step and return what it produced. Call it only while there is work."""
+        plan = self.scheduler.schedule(self.clock())
+        if plan is None:
+            if not self.scheduler.running:
+                return []  # everyone waits for something that a bound will end (see core/shared_prefix.py)
+            raise InvariantViolation(f"nothing can be computed for {self.scheduler.sequences()}")
+        result = self.executor.collect(self.executor.launch(plan))
+        events = self.scheduler.commit(result, self.clock())
+        self._num_steps += 1
+        self._step_seconds += result.seconds
+        return self._count(events)
+
+    def check_when_idle(self) -> None:
+        """Check the conservation laws if nothing is running and it was not done in the last seconds."""
+        now = self.clock()
+        if not self.has_work and now - self._checked_at > SECONDS_BETWEEN_CHECKS:
+            check(self.scheduler)
+            self._checked_at = now
+
+    def stats(self) -> EngineStats:
+        pool = self.scheduler.kv.pool
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            blocks_free=pool.num_free,
+            blocks_active=pool.num_active,
+            blocks_cached=pool.num_cached,
+            blocks_in_flight=pool.num_in_flight,
+            num_steps=self._num_steps,
+            step_seconds=self._step_seconds,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=self._cached_tokens,
+            generated_tokens=self._generated_tokens,
+            num_preemptions=self._num_preemptions,
+            num_finished=self._num_finished,
+        )
+
+    def _count(self, events: list[Event]) -> list[Event]:
+        for event in events:
+            match event:
+                case TokensGenerated():
+                    self._generated_tokens += len(event.token_ids)
+                case Admitted():
+                    self._prompt_tokens += event.num_prompt
+                    self._cached_tokens += event.num_cached
+                case Preempted():
+                    self._num_preemptions += 1
+                case Finished():
+                    self._num_finished += 1
+        return events

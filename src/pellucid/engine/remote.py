@@ -1,0 +1,142 @@
+"""An engine in its own process, reached over a local socket. If it dies, every open request hears why, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable
+
+import zmq
+import zmq.asyncio
+
+from pellucid.core.errors import EngineDead, RequestRejected
+from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.request import Request
+from pellucid.engine import messages, worker
+from pellucid.engine.client import EngineState
+from pellucid.engine.engine import EngineStats
+from pellucid.engine.streams import Streams
+
+STOP_SECONDS = 5.0
+
+
+class RemoteClient:
+    """Implements EngineClient. `build` runs in the new process and must be picklable (a function of a module, or a
+    `functools.partial` of one)."""
+
+    def __init__(self, build: worker.EngineBuilder, *, on_progress: Callable[[str], None] | None = None) -> None:
+        self._build = build
+        self._on_progress = on_progress
+        self._streams = Streams(self._send_add, self._send_abort)
+        self._state: EngineState = "starting"
+        self._reason = "starting the engine process"
+        self._stats = EngineStats()
+        self._ready = asyncio.Event()
+        self._directory = tempfile.mkdtemp(prefix="pellucid-")
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        endpoint = f"ipc://{self._directory}/engine"
+        self._socket.bind(endpoint)
+        spawn = multiprocessing.get_context("spawn")
+        self._process = spawn.Process(target=worker.run, args=(build, endpoint), name="pellucid-engine")
+        self._process.start()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        return self._reason
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id."""
+        return self._process.pid
+
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    async def wait_ready(self) -> None:
+        """Return when the engine is ready; raise EngineDead, with the reason, if it died while it started."""
+        await self._ready.wait()
+        if self._state == "dead":
+            raise EngineDead(self._reason)
+
+    def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
+        return self._streams.read(request)
+
+    async def close(self) -> None:
+        """Ask the engine to stop, then insist."""
+        if self._process.is_alive():
+            self._socket.send(messages.encode(messages.Stop()))
+            await asyncio.to_thread(self._process.join, STOP_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._die("the engine was stopped")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _send_add(self, request: Request) -> None:
+        self._socket.send(messages.encode(messages.Add.of(request)))
+
+    def _send_abort(self, request_id: str) -> None:
+        if self._state != "dead":
+            self._socket.send(messages.encode(messages.Abort(request_id)))
+
+    async def _receive(self) -> None:
+        while True:
+            self._handle(messages.decode_from_engine(await self._socket.recv()))
+
+    def _handle(self, message: messages.FromEngine) -> None:
+        match message:
+            case messages.Output():
+                self._stats = message.stats
+                self._streams.dispatch(message.tokens)
+                self._streams.dispatch(message.finished)
+            case messages.Rejected():
+                self._streams.reject(message.request_id, RequestRejected(message.code, message.message))
+            case messages.Progress():
+                self._reason = message.text
+                if self._on_progress is not None:
+                    self._on_progress(message.text)
+            case messages.Ready():
+                self._stats = message.stats
+                self._state, self._reason = "ready", ""
+                self._ready.set()
+            case messages.Died():
+                self._die(message.reason)
+
+    async def _watch(self) -> None:
+        """Wait for the process to end. Its last message may still be on the way: it knows better why."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        loop.add_reader(self._process.sentinel, gone.set)
+        try:
+            await gone.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        await asyncio.sleep(0.1)
+        self._process.join(timeout=1)
+        self._die(f"the engine process ended ({_describe(self._process.exitcode)})")
+
+    def _die(self, reason: str) -> None:
+        if self._state != "dead":
+            self._state, self._reason = "dead", reason
+            self._ready.set()
+            self._streams.fail_all(reason)
+
+
+def _describe(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        hint = "; the system may be out of memory" if exit_code == -9 else ""
+        return f"killed by signal {-exit_code}{hint}"
+    return f"exit code {exit_code}"

@@ -1,0 +1,87 @@
+"""The engine's own process: build, say ready, then serve messages and steps until told to stop.
+
+It never outlives its parent, and it never dies silently: whatever ends it is the last message on the socket.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+
+import zmq
+
+from pellucid.core.errors import PellucidError, RequestRejected
+from pellucid.core.events import Event, Finished, TokensGenerated
+from pellucid.engine import messages
+from pellucid.engine.engine import Engine
+
+# Builds the engine; is given a function to report progress to.
+EngineBuilder = Callable[[Callable[[str], None]], Engine]
+
+IDLE_POLL_MS = 1000
+
+
+def run(build: EngineBuilder, endpoint: str) -> None:
+    """Process entry. `endpoint` is the ZeroMQ address that the parent listens on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    parent = os.getppid()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)  # a step never waits for a slow reader
+    socket.connect(endpoint)
+    try:
+        engine = build(lambda text: socket.send(messages.encode(messages.Progress(text))))
+        # What is loaded now lives as long as the process: the collector need not look at it again.
+        gc.collect()
+        gc.freeze()
+        socket.send(messages.encode(messages.Ready(engine.stats())))
+        _loop(engine, socket, parent)
+    except PellucidError as error:
+        socket.send(messages.encode(messages.Died(str(error), expected=True)))
+        sys.exit(2)
+    except BaseException as error:
+        traceback.print_exc()
+        socket.send(messages.encode(messages.Died(f"{type(error).__name__}: {error}", expected=False)))
+        sys.exit(1)
+    finally:
+        context.destroy(linger=1000)
+
+
+def _loop(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
+    while os.getppid() == parent:
+        timeout = 0 if engine.has_work else IDLE_POLL_MS
+        while socket.poll(timeout):
+            message = messages.decode_to_engine(socket.recv())
+            if isinstance(message, messages.Stop):
+                return
+            _handle(message, engine, socket)
+            timeout = 0
+        if engine.has_work:
+            _publish(engine.step(), engine, socket)
+        else:
+            engine.check_when_idle()
+
+
+def _handle(message: messages.Add | messages.Abort, engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    if isinstance(message, messages.Abort):
+        _publish(engine.abort(message.request_id), engine, socket)
+        return
+    try:
+        engine.add(message.request())
+    except RequestRejected as error:
+        socket.send(messages.encode(messages.Rejected(message.id, error.code, str(error))))
+
+
+def _publish(events: list[Event], engine: Engine, socket: zmq.Socket[bytes]) -> None:
+    if not events:
+        return
+    output = messages.Output(
+        tokens=[event for event in events if isinstance(event, TokensGenerated)],
+        finished=[event for event in events if isinstance(event, Finished)],
+        stats=engine.stats(),
+    )
+    socket.send(messages.encode(output))

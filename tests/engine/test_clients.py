@@ -1,0 +1,197 @@
+"""Both clients keep the same promises; the one with its own process also survives that process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from functools import partial
+
+import pytest
+from tests.core.fakes import generate
+from tests.engine import builders
+
+from pellucid.core.errors import EngineDead, RequestRejected
+from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.request import Request, SamplingParams
+from pellucid.engine.local import LocalClient
+from pellucid.engine.remote import RemoteClient
+
+
+def request(name: str, prompt=(1, 2, 3), max_tokens: int = 8) -> Request:
+    return Request(name, tuple(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+@pytest.fixture(params=["local", "remote"])
+async def client(request):
+    if request.param == "local":
+        client = LocalClient(builders.fake_engine(lambda text: None))
+    else:
+        client = RemoteClient(builders.fake_engine)
+        await client.wait_ready()
+    yield client
+    await client.close()
+
+
+async def tokens(client, asked: Request) -> tuple[list[int], Finished]:
+    out: list[int] = []
+    async for event in client.submit(asked):
+        if isinstance(event, TokensGenerated):
+            out += event.token_ids
+        else:
+            return out, event
+    raise AssertionError("no Finished")
+
+
+async def wait_until(condition, seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_request_streams_its_tokens_and_ends(client):
+    asked = request("a", max_tokens=20)
+    got, end = await tokens(client, asked)
+    assert got == generate(asked, 128)
+    assert (end.reason, end.num_prompt, end.num_generated) == ("length", 3, 20)
+    await wait_until(lambda: client.stats().num_finished == 1)
+    assert client.stats().generated_tokens == 20
+
+
+async def test_many_streams_do_not_mix(client):
+    asked = [request(f"r{i}", [i % 5 + 1] * (i % 7 + 1), max_tokens=10 + i % 3) for i in range(40)]
+    answers = await asyncio.gather(*(tokens(client, one) for one in asked))
+    assert [got for got, _ in answers] == [generate(one, 128) for one in asked]
+
+
+async def test_a_reader_that_leaves_frees_its_blocks(client):
+    stream = client.submit(request("a", max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    await wait_until(lambda: client.stats().num_running == 0 and client.stats().blocks_active == 0)
+    assert client.stats().generated_tokens < 100
+
+
+async def test_a_cancelled_reader_aborts_while_it_waits(client):
+    """Fills the running slots so that the ninth request is cancelled in the queue."""
+    busy = [asyncio.create_task(tokens(client, request(f"b{i}", max_tokens=100))) for i in range(8)]
+    await wait_until(lambda: client.stats().num_running == 8)
+    waiting = asyncio.create_task(tokens(client, request("w")))
+    await wait_until(lambda: client.stats().num_waiting == 1)
+    waiting.cancel()
+    await wait_until(lambda: client.stats().num_waiting == 0)
+    await asyncio.gather(*busy)
+
+
+async def test_what_cannot_fit_is_refused(client):
+    with pytest.raises(RequestRejected, match="at most 127"):
+        await tokens(client, request("a", range(200)))
+    with contextlib.suppress(RequestRejected):
+        await tokens(client, request("b"))  # and the engine goes on
+
+
+async def test_an_id_in_use_is_refused(client):
+    first = client.submit(request("a", max_tokens=100))
+    await anext(first)
+    with pytest.raises(RequestRejected, match="already in use"):
+        await tokens(client, request("a"))
+    await first.aclose()
+
+
+async def test_close_ends_open_requests_with_the_reason(client):
+    stream = client.submit(request("a", max_tokens=100))
+    await anext(stream)
+    await client.close()
+    with pytest.raises(EngineDead, match="the engine was"):
+        async for _ in stream:
+            pass
+    assert client.state == "dead"
+    with pytest.raises(EngineDead):
+        await tokens(client, request("b"))
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+async def test_an_executor_that_fails_ends_every_request_with_the_reason(kind):
+    if kind == "local":
+        client = LocalClient(builders.failing_engine(lambda text: None))
+    else:
+        client = RemoteClient(builders.failing_engine)
+        await client.wait_ready()
+    asked = [request(f"r{i}", max_tokens=50) for i in range(3)]
+    answers = await asyncio.gather(*(tokens(client, one) for one in asked), return_exceptions=True)
+    assert all(isinstance(answer, EngineDead) and "fell off the bus" in str(answer) for answer in answers)
+    assert client.state == "dead"
+    assert "fell off the bus" in client.reason
+    await client.close()
+
+
+async def test_a_killed_engine_process_ends_every_request():
+    client = RemoteClient(builders.fake_engine)
+    await client.wait_ready()
+    stream = client.submit(request("a", max_tokens=100))
+    await anext(stream)
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="killed by signal 9"):
+        async with asyncio.timeout(5):
+            async for _ in stream:
+                pass
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"), [(builders.broken_model, "17 bytes"), (builders.killed_at_start, "killed by signal 9")]
+)
+async def test_an_engine_that_cannot_start_says_why(build, reason):
+    client = RemoteClient(build)
+    with pytest.raises(EngineDead, match=reason):
+        async with asyncio.timeout(20):
+            await client.wait_ready()
+    await client.close()
+
+
+async def test_progress_is_reported_while_it_starts():
+    seen: list[str] = []
+    client = RemoteClient(partial(builders.fake_engine), on_progress=seen.append)
+    await client.wait_ready()
+    assert seen == ["warming up"]
+    await client.close()
+
+
+def test_an_engine_process_does_not_outlive_its_parent(tmp_path):
+    """Kill the parent the hard way: nothing tells the child."""
+    import subprocess
+    import sys
+    import time
+
+    code = """
+import asyncio, time
+from pellucid.engine.remote import RemoteClient
+from tests.engine import builders
+async def main():
+    client = RemoteClient(builders.fake_engine)
+    await client.wait_ready()
+    print(client.pid, flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=env)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        with contextlib.suppress(OSError):
+            if "Z" in open(f"/proc/{pid}/stat").read().split()[2]:
+                return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    raise AssertionError("the engine process lives on without its parent")

@@ -1,0 +1,160 @@
+"""The executor's mirror of the running sequences, and the flat batch of one step made from it.
+
+Tokens and block tables of all sequences stand in two matrices with one line per sequence, so that a step's rows are
+looked up with a handful of NumPy calls however many sequences and tokens it has: no Python loop runs over tokens.
+
+    line      tokens[line]: t0 t1 t2 ...        tables[line]: b0 b1 b2 ...        known[line]: number of tokens known
+
+Invariants: a line belongs to one sequence from `new` to `released`; a row of a batch has a known token and a block.
+Both are checked, because a plan that breaks them is a scheduler's bug that must not read as a strange answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pellucid.core.errors import InvariantViolation
+from pellucid.core.plan import Chunk, StepPlan
+from pellucid.core.request import SamplingParams
+from pellucid.kernels.layout import BatchLayout
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """One step on the host. `token_ids` and `positions` are `[T]`, padded to the kernels' row tile (padding repeats
+    token 0 at position 0); `sample_rows` `[R]` and, for the same rows, the sequences they belong to and the position of
+    the token that will be sampled."""
+
+    layout: BatchLayout
+    token_ids: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    sample_rows: npt.NDArray[np.int64]
+    sample_lines: npt.NDArray[np.int64]
+    sample_positions: npt.NDArray[np.int64]
+
+
+class SequenceMirror:
+    """What the executor knows of the running sequences, kept up to date by `apply` and `append`."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._lines: dict[int, int] = {}
+        self._free: list[int] = []
+        self._sampling: list[tuple[int, SamplingParams]] = []
+        self._tokens = np.zeros((0, 0), dtype=np.int64)
+        self._tables = np.zeros((0, 0), dtype=np.int64)
+        self._known = np.zeros(0, dtype=np.int64)
+        self._num_blocks = np.zeros(0, dtype=np.int64)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences mirrored at present."""
+        return len(self._lines)
+
+    def sampling(self, line: int) -> tuple[int, SamplingParams]:
+        """(sequence id, sampling parameters) of a line."""
+        return self._sampling[line]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take in a plan's `released`, `new` and `blocks`, in that order."""
+        for seq_id in plan.released:
+            self._free.append(self._line(seq_id))
+            del self._lines[seq_id]
+        for new in plan.new:
+            if new.seq_id in self._lines:
+                raise InvariantViolation(f"step {plan.step_id}: sequence {new.seq_id} is new, and already known")
+            line = self._take_line()
+            self._lines[new.seq_id] = line
+            self._sampling[line] = (new.seq_id, new.sampling)
+            count = len(new.token_ids)
+            self._tokens = _with_columns(self._tokens, count)
+            self._tokens[line, :count] = new.token_ids
+            self._known[line] = count
+            self._num_blocks[line] = 0
+        for update in plan.blocks:
+            line = self._line(update.seq_id)
+            end = update.start + len(update.blocks)
+            self._tables = _with_columns(self._tables, end)
+            self._tables[line, update.start : end] = update.blocks
+            self._num_blocks[line] = end
+
+    def build(self, chunks: Sequence[Chunk], row_tile: int = 1) -> StepBatch:
+        """The flat batch of these chunks. Raises InvariantViolation for a chunk without its tokens or blocks."""
+        table = np.array([(self._line(c.seq_id), c.start, c.end, c.samples) for c in chunks], dtype=np.int64)
+        lines, starts, ends, samples = table.reshape(-1, 4).T
+        self._check(chunks, lines, starts, ends)
+        lengths = ends - starts
+        row_starts = np.concatenate(([0], lengths.cumsum()))
+        num_rows = int(row_starts[-1])
+        positions = np.arange(num_rows) + np.repeat(starts - row_starts[:-1], lengths)
+        row_lines = np.repeat(lines, lengths)
+        block, offset = np.divmod(positions, self.block_size)
+        most_blocks = -(-int(ends.max()) // self.block_size)
+        layout = BatchLayout(
+            row_starts=row_starts,
+            starts=starts,
+            ends=ends,
+            block_tables=self._tables[lines, :most_blocks],
+            slots=self._tables[row_lines, block] * self.block_size + offset,
+            block_size=self.block_size,
+        )
+        sampling = np.flatnonzero(samples)
+        padding = (0, -num_rows % row_tile)
+        return StepBatch(
+            layout=layout,
+            token_ids=np.pad(self._tokens[row_lines, positions], padding),
+            positions=np.pad(positions, padding),
+            sample_rows=row_starts[sampling + 1] - 1,
+            sample_lines=lines[sampling],
+            sample_positions=ends[sampling],
+        )
+
+    def append(self, batch: StepBatch, tokens: npt.NDArray[np.int64]) -> None:
+        """Store the sampled tokens `[R]`, each behind its chunk."""
+        if len(tokens) == 0:
+            return
+        self._tokens = _with_columns(self._tokens, int(batch.sample_positions.max()) + 1)
+        self._tokens[batch.sample_lines, batch.sample_positions] = tokens
+        self._known[batch.sample_lines] = batch.sample_positions + 1
+
+    def _line(self, seq_id: int) -> int:
+        line = self._lines.get(seq_id)
+        if line is None:
+            raise InvariantViolation(f"the plan names sequence {seq_id}, which the executor was never told of")
+        return line
+
+    def _take_line(self) -> int:
+        if not self._free:
+            old = len(self._known)
+            more = max(8, old)
+            self._free.extend(reversed(range(old, old + more)))
+            self._sampling.extend([(-1, SamplingParams())] * more)
+            self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
+            self._tables = np.pad(self._tables, ((0, more), (0, 0)))
+            self._known = np.pad(self._known, (0, more))
+            self._num_blocks = np.pad(self._num_blocks, (0, more))
+        return self._free.pop()
+
+    def _check(
+        self,
+        chunks: Sequence[Chunk],
+        lines: npt.NDArray[np.int64],
+        starts: npt.NDArray[np.int64],
+        ends: npt.NDArray[np.int64],
+    ) -> None:
+        bad = (ends > self._known[lines]) | (ends > self._num_blocks[lines] * self.block_size) | (starts >= ends)
+        for i in np.flatnonzero(bad).tolist():
+            raise InvariantViolation(
+                f"{chunks[i]} cannot be computed: {self._known[lines[i]]} tokens are known and "
+                f"{self._num_blocks[lines[i]]} blocks of {self.block_size} are assigned"
+            )
+
+
+def _with_columns(matrix: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The matrix with room for `count` columns, grown by half at least so that growth costs little per token."""
+    have = matrix.shape[1]
+    return matrix if count <= have else np.pad(matrix, ((0, 0), (0, max(count, have * 3 // 2, 64) - have)))

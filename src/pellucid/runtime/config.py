@@ -1,0 +1,84 @@
+"""How the executor computes: device, precision, threads, determinism. Frozen, checked when built, free of torch.
+
+`resolve` turns "auto" into what this machine does best; after it nothing is left to decide and nothing is read.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from pellucid.core.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+# Processor flags under which PyTorch multiplies bfloat16 matrices in hardware; without them it is slower than float32.
+_FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeConfig:
+    """`dtype` is that of weights, activations and KV cache; logits are float32 always. "auto" takes bfloat16 where the
+    processor multiplies it in hardware (or the device is no CPU), else float32. `threads` 0 takes one per physical core
+    that this process may use. `isa` "reference" keeps native kernels out. `deterministic`: a request's tokens do not
+    depend on what else is in its batch (`kernels/deterministic.py` says at what price)."""
+
+    device: str = "cpu"
+    dtype: Dtype = "auto"
+    block_size: int = 16
+    threads: int = 0
+    deterministic: bool = False
+    isa: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", *ELEMENT_BYTES):
+            raise ConfigError(f"dtype is {self.dtype!r}; use auto, float32 or bfloat16")
+        if self.block_size < 1:
+            raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; it must be 0 (one per core) or more")
+        if self.deterministic and not self.device.startswith("cpu"):
+            raise ConfigError(f"deterministic is promised on the CPU only, and the device is {self.device}")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes per element of weights and cache. Needs a resolved dtype."""
+        if self.dtype == "auto":
+            raise ConfigError("the size of dtype auto is not known before it is resolved")
+        return ELEMENT_BYTES[self.dtype]
+
+
+def resolve(config: RuntimeConfig) -> RuntimeConfig:
+    """The same configuration with dtype and threads decided for this machine."""
+    fast = not config.device.startswith("cpu") or any(flag in processor_flags() for flag in _FAST_BFLOAT16)
+    dtype: Dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if fast else "float32")
+    return replace(config, dtype=dtype, threads=config.threads or physical_cores())
+
+
+def processor_flags() -> frozenset[str]:
+    """The feature flags that Linux reports for the first processor; empty where it reports none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return frozenset()
+    key = "Features" if platform.machine() == "aarch64" else "flags"
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == key:
+            return frozenset(value.split())
+    return frozenset()
+
+
+def physical_cores() -> int:
+    """Physical cores that this process may run on: hardware threads of one core count once."""
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text(encoding="ascii").strip())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)

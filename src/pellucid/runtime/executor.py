@@ -1,0 +1,185 @@
+"""The real executor: a plan becomes tensors, a forward pass, tokens. Implements `engine/executor.py`'s Protocol.
+
+    launch   keeps the plan                            collect   mirror -> batch -> forward -> sample -> result
+
+A CPU has nothing to overlap, so all work is done in `collect`, in launch order. Invariants: no gradient is ever
+recorded; the only value that comes back from the device is the row of sampled tokens; PyTorch uses as many threads as
+the configuration says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pellucid.core.errors import ConfigError, InvariantViolation
+from pellucid.core.plan import StepPlan, StepResult
+from pellucid.kernels import select
+from pellucid.kernels.deterministic import check_row_independence
+from pellucid.models.decoder import Decoder, DecoderInput, load_decoder
+from pellucid.models.layers import DecoderWeights, Progress
+from pellucid.runtime.batch import SequenceMirror, StepBatch
+from pellucid.runtime.config import RuntimeConfig, resolve
+from pellucid.runtime.kv_store import KVStore
+from pellucid.runtime.memory import MemoryReport, resident_bytes
+from pellucid.runtime.sampler import Sampler
+
+
+class TorchExecutor:
+    """Carries out plans on one device. `config` is resolved (no "auto" left)."""
+
+    def __init__(self, decoder: Decoder, config: RuntimeConfig, *, num_blocks: int, seed: int) -> None:
+        self.config = config
+        self._decoder = decoder
+        self._device = torch.device(config.device)
+        self._store = KVStore(
+            decoder.config.cache_spec(config.element_bytes),
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            dtype=getattr(torch, config.dtype),
+            device=self._device,
+        )
+        self._mirror = SequenceMirror(config.block_size)
+        self._sampler = Sampler(decoder.kernels, seed)
+        self._launched: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> int:
+        """Queue the step; its id is the ticket."""
+        if plan.transfers:
+            raise InvariantViolation(f"step {plan.step_id} has transfers, and this executor has one tier of memory")
+        self._launched.append(plan)
+        return plan.step_id
+
+    def collect(self, ticket: int) -> StepResult:
+        """Carry out the oldest launched step, which must be the ticket's, and return its tokens."""
+        if not self._launched or self._launched[0].step_id != ticket:
+            raise InvariantViolation(f"step {ticket} is collected out of order or was never launched")
+        plan = self._launched.popleft()
+        began = perf_counter()
+        with torch.inference_mode():
+            self._mirror.apply(plan)
+            for copy in plan.copies:
+                self._store.copy_block(copy.source, copy.target)
+            if not plan.chunks:
+                return StepResult(plan.step_id, (), perf_counter() - began)
+            batch = self._mirror.build(plan.chunks, self._decoder.kernels.row_tile)
+            inputs = self._to_device(batch)
+            prepared = perf_counter()
+            logits = self._decoder.forward(inputs, self._store.layers)
+            computed = perf_counter()
+            tokens = self._sample(logits, batch)
+        ended = perf_counter()
+        phases = (("prepare", prepared - began), ("forward", computed - prepared), ("sample", ended - computed))
+        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases)
+
+    def memory(self) -> MemoryReport:
+        """What the executor holds now."""
+        spec = self._decoder.config.cache_spec(self.config.element_bytes)
+        return MemoryReport(
+            weight_bytes=_weight_bytes(self._decoder.weights),
+            kv_bytes=self._store.num_bytes,
+            block_bytes=spec.bytes_per_token * self.config.block_size,
+            resident_bytes=resident_bytes(),
+        )
+
+    def describe(self) -> str:
+        """One line for the log: which kernels, which precision, how many threads."""
+        return f"{self._decoder.kernels.name}, {self.config.dtype}, {self.config.threads} threads on {self._device}"
+
+    def _to_device(self, batch: StepBatch) -> DecoderInput:
+        kernels, config = self._decoder.kernels, self._decoder.config
+        plan = kernels.plan_attention(
+            batch.layout, config.num_kv_heads, getattr(torch, self.config.dtype), self._device
+        )
+        token_ids, positions, rows = (
+            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.sample_rows)
+        )
+        return DecoderInput(token_ids, positions, rows, plan)
+
+    def _sample(self, logits: torch.Tensor, batch: StepBatch) -> npt.NDArray[np.int64]:
+        """Sample and remember the tokens, `[R]` on the host."""
+        if len(batch.sample_rows) == 0:
+            return np.empty(0, dtype=np.int64)
+        requests = [self._mirror.sampling(line) for line in batch.sample_lines]
+        tokens = self._sampler.sample(logits, requests, batch.sample_positions).cpu().numpy()
+        self._mirror.append(batch, tokens)
+        return tokens
+
+
+def load_executor(
+    model_path: str | Path,
+    config: RuntimeConfig,
+    *,
+    num_blocks: int,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TorchExecutor:
+    """Load the model at `model_path` (a directory or a `.gguf`) and reserve `num_blocks` blocks of KV cache.
+
+    Sets PyTorch's thread count for this process. `progress(done, total)` counts layers. Raises ModelError for the model
+    and ConfigError for a configuration that this machine cannot carry out.
+    """
+    config = resolve(config)
+    torch.set_num_threads(config.threads)
+    kernels = select(config.device, isa=config.isa, deterministic=config.deterministic)
+    device = _device(config.device)
+    with torch.inference_mode():
+        decoder = load_decoder(
+            model_path,
+            kernels,
+            getattr(torch, config.dtype),
+            device,
+            num_positions=num_blocks * config.block_size,
+            progress=progress,
+        )
+        if config.deterministic:
+            _check_determinism(decoder.weights)
+        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed)
+
+
+def _device(name: str) -> torch.device:
+    """The device of that name, known to work."""
+    try:
+        return torch.empty(0, device=torch.device(name)).device
+    except (RuntimeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"device {name!r} cannot be used: {first_line}; --device cpu always works") from None
+
+
+def _check_determinism(weights: DecoderWeights) -> None:
+    """Check each distinct shape once: all layers are alike."""
+    layer = weights.layers[0]
+    for weight in (
+        layer.attention.qkv,
+        layer.attention.output,
+        layer.feed_forward.gate_up,
+        layer.feed_forward.down,
+        weights.head,
+    ):
+        check_row_independence(weight)
+
+
+def _per_chunk(plan: StepPlan, tokens: npt.NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    """The sampled tokens beside the plan's chunks: none where a chunk does not sample."""
+    drawn = iter(tokens.tolist())
+    return tuple((next(drawn),) if chunk.samples else () for chunk in plan.chunks)
+
+
+def _weight_bytes(weights: DecoderWeights) -> int:
+    """Bytes of every distinct tensor reachable from the weights (a tied head counts once)."""
+    seen: dict[int, int] = {}
+    pending: list[object] = [weights]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            seen[item.data_ptr()] = item.numel() * item.element_size()
+        elif isinstance(item, tuple):
+            pending.extend(item)
+        elif hasattr(item, "__dataclass_fields__"):
+            pending.extend(getattr(item, name) for name in item.__dataclass_fields__)
+    return sum(seen.values())

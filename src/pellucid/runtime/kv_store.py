@@ -1,0 +1,45 @@
+"""The paged KV cache: for each layer two tensors, keys and values, each `[blocks, G, block_size, D]`.
+
+Why this order of dimensions. A layer reads a sequence block by block and head by head, so the tokens of one block and
+one KV head lie together: `block_size x D` elements in a row, 2 KiB in bfloat16 at the usual 16 x 64. That is one memory
+copy when plain PyTorch gathers a context, one run of cache lines for a native kernel, and a unit whose inside such a
+kernel may arrange as its instructions want (key tiles, token pairs) without anybody else noticing. Layers come first:
+the layer at work streams through its own memory, and moving a block between tiers is 2 x layers copies of
+`G x block_size x D`, long enough for full speed.
+
+Invariants: memory is taken once and zeroed, so that it is resident before the first request and a masked slot holds a
+finite number; nobody but `write_kv` and `copy_block` writes to it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pellucid.models.config import CacheSpec
+
+
+class KVStore:
+    """`num_blocks` blocks of `block_size` token slots on a device. `layers` holds a (keys, values) pair per layer."""
+
+    def __init__(
+        self, spec: CacheSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._groups: list[Tensor] = []
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        for group in spec.groups:
+            shape = (group.num_layers, 2, num_blocks, group.num_kv_heads, block_size, group.head_dim)
+            memory = torch.zeros(shape, dtype=dtype, device=device)
+            self._groups.append(memory)
+            self.layers.extend((memory[i, 0], memory[i, 1]) for i in range(group.num_layers))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved, over all layers."""
+        return sum(memory.numel() * memory.element_size() for memory in self._groups)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy every layer's keys and values of one block onto another."""
+        for memory in self._groups:
+            memory[:, :, target].copy_(memory[:, :, source])

@@ -1,0 +1,286 @@
+"""The HTTP application: routes, keys, request ids, errors. What generates text is in `completions.py`.
+
+The server process imports neither torch nor transformers: it knows the engine only by `EngineClient` and the model only
+by its text and its limits. Bodies are read and typed by hand (`fields.py`), so that every refusal is one clear line in
+OpenAI's shape; the OpenAPI schema is made from the same types.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pellucid import __version__
+from pellucid.core.errors import PellucidError
+from pellucid.engine.client import EngineClient
+from pellucid.server.completions import Completions
+from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.server.errors import ApiError, as_api_error, bad_request, error_responses, not_ready
+from pellucid.server.fields import parse_body
+from pellucid.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pellucid.telemetry.prometheus import CONTENT_TYPE, ServerMetrics
+
+log = logging.getLogger("pellucid.server")
+_ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+_BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+def create_app(engine: EngineClient, served: ServedModel, config: ServerConfig) -> FastAPI:
+    """The application. It closes `engine` when it shuts down. `app.state.metrics` is its ServerMetrics."""
+    if config.served_model_name is not None:
+        served = replace(served, name=config.served_model_name)
+    metrics = ServerMetrics(lambda: asdict(engine.stats()))
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await engine.close()
+
+    app = FastAPI(title="Pellucid", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.state.metrics = metrics
+    app.add_middleware(_Envelope, metrics=metrics)
+    for kind in (PellucidError, HTTPException):
+        app.add_exception_handler(kind, _answer_error)
+    _Routes(engine, served, config, metrics).add_to(app)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    """A uvicorn server for the application; `run()` or `await serve()` it. Open streams get 5 s to end at shutdown."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            http="httptools",
+            loop="uvloop",
+            ws="none",
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=5,
+        )
+    )
+
+
+class _Routes:
+    """The endpoints, each one method."""
+
+    def __init__(self, engine: EngineClient, served: ServedModel, config: ServerConfig, metrics: ServerMetrics) -> None:
+        self._engine, self._served, self._config, self._metrics = engine, served, config, metrics
+        self._completions = Completions(engine, served, config, metrics)
+
+    def add_to(self, app: FastAPI) -> None:
+        """Declare every route, with GET answered to HEAD as well."""
+        for path, body, handler in (
+            ("/v1/completions", CompletionBody, self.complete),
+            ("/v1/chat/completions", ChatBody, self.chat),
+            ("/tokenize", TokenizeBody, self.tokenize),
+            ("/detokenize", DetokenizeBody, self.detokenize),
+        ):
+            app.add_api_route(
+                path,
+                handler,
+                methods=["POST"],
+                responses=error_responses(),
+                openapi_extra=_request_body(body),
+                summary=handler.__doc__,
+                description="",
+            )
+        for path, answer in (
+            ("/v1/models", self.models),
+            ("/v1/models/{model:path}", self.model),
+            ("/health/live", self.live),
+            ("/health/ready", self.ready),
+            ("/health", self.ready),
+            ("/metrics", self.metrics),
+        ):
+            app.add_api_route(path, answer, methods=["GET"], responses=error_responses(), summary=answer.__doc__)
+            app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
+
+    async def complete(self, http: HttpRequest) -> Response:
+        """Complete one or more prompts."""
+        body, ignored = await self._body(http, CompletionBody)
+        return await self._completions.complete(http, body, ignored)
+
+    async def chat(self, http: HttpRequest) -> Response:
+        """Continue a conversation."""
+        body, ignored = await self._body(http, ChatBody)
+        return await self._completions.chat(http, body, ignored)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Token ids of a text."""
+        body, _ = await self._body(http, TokenizeBody)
+        ids = self._served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids)})
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """The text of token ids."""
+        body, _ = await self._body(http, DetokenizeBody)
+        size = self._served.tokenizer.vocab_size
+        if body.tokens and max(body.tokens) >= size:
+            raise bad_request(f"token id {max(body.tokens)} is outside the vocabulary of {size}", param="tokens")
+        return _json({"prompt": self._served.tokenizer.decode(body.tokens)})
+
+    async def models(self, http: HttpRequest) -> Response:
+        """The models served here."""
+        self._check_key(http)
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        """One model."""
+        self._check_key(http)
+        self._check_model(http.path_params["model"])
+        return _json(self._model_card())
+
+    async def live(self, http: HttpRequest) -> Response:
+        """200 while restarting would not help; 503 once the engine has stopped."""
+        return self._health(alive=self._engine.state != "dead")
+
+    async def ready(self, http: HttpRequest) -> Response:
+        """200 when requests can be served, else 503 with the reason."""
+        return self._health(alive=self._engine.state == "ready")
+
+    async def metrics(self, http: HttpRequest) -> Response:
+        """Prometheus metrics."""
+        self._check_key(http)
+        return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    def _health(self, *, alive: bool) -> Response:
+        state, reason = self._engine.state, self._engine.reason
+        if alive:
+            return _json({"status": state})
+        return not_ready(state, reason).response()
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": self._served.created,
+            "owned_by": "pellucid",
+            "max_model_len": self._served.limits.max_length,
+        }
+
+    async def _body(self, http: HttpRequest, kind: type[Body]) -> tuple[Body, Sequence[str]]:
+        """The checked body of a request, and the harmless fields it ignored."""
+        self._check_key(http)
+        body, ignored = parse_body(await self._read(http), kind)
+        if isinstance(body, CompletionBody | ChatBody):
+            body.check()
+        if body.model is not None:
+            self._check_model(body.model)
+        return body, ignored
+
+    async def _read(self, http: HttpRequest) -> bytes:
+        limit = self._config.max_body_bytes
+        data = bytearray()
+        async for chunk in http.stream():
+            data += chunk
+            if len(data) > limit:
+                raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        return bytes(data)
+
+    def _check_key(self, http: HttpRequest) -> None:
+        if self._config.api_key is None:
+            return
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        wanted = self._config.api_key.encode()
+        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), wanted):
+            raise ApiError(
+                401,
+                "a valid API key is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            message = f"the model {name!r} is not served here; served is: {self._served.name}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+
+class _Envelope:
+    """Around every request: gives it an id of ours, puts the common headers on its reply, counts the reply, and turns
+    what nobody caught into a 500.
+
+    The client's own `x-request-id` is echoed under another name: two clients may use the same one.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        theirs = Headers(scope=scope).get("x-request-id")
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if theirs:
+                    headers["X-Client-Request-Id"] = theirs
+                self._metrics.count_reply(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except ClientDisconnect:
+            log.debug("%s: the client left before its body was complete", request_id)
+        except Exception as error:
+            log.exception("%s: %s %s failed", request_id, scope["method"], scope["path"])
+            if started:
+                raise
+            await as_api_error(error).response()(scope, receive, send_with_headers)
+
+
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # of the router: no such path, or not with this method
+        error = ApiError(error.status_code, f"{error.detail}: {http.method} {http.url.path}", headers=error.headers)
+    return as_api_error(error).response()
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+_SCHEMAS, _COMPONENTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
+
+
+def _request_body(body: type[msgspec.Struct]) -> dict[str, Any]:
+    schema = _SCHEMAS[_BODIES.index(body)]
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document, with the bodies' schemas that it has not seen itself."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas: Mapping[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
+        document["components"]["schemas"] = {**schemas, **_COMPONENTS}
+        app.openapi_schema = document
+    return app.openapi_schema

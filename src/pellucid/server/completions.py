@@ -1,0 +1,108 @@
+"""`/v1/completions` and `/v1/chat/completions`: a body becomes prompts, prompts become choices, choices a reply.
+
+A request with several prompts or with `n` is that many engine requests; those of one prompt share its blocks through
+the prefix cache. Both endpoints, streaming and not, end in the same `Reply`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from pellucid.core.request import Request
+from pellucid.engine.client import EngineClient
+from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.server.errors import bad_request, not_ready
+from pellucid.server.generation import Piece, generate
+from pellucid.server.openai_types import ChatBody, CompletionBody, GenerationBody, parse_prompts
+from pellucid.server.reply import Prompt, Reply
+from pellucid.server.shapes import ChatShape, Choice, CompletionShape, Envelope, Usage
+from pellucid.server.streaming import EventStream, until_disconnect
+from pellucid.telemetry.prometheus import ServerMetrics
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat without max_tokens gets what fits
+CLIENT_CLOSED_REQUEST = 499  # the client does not see it, but metrics do
+_LONG_TEXT = 16_384  # characters; tokenizing more than that would be felt by the streams beside it
+
+
+class Completions:
+    """The two generating endpoints, over one engine and one model."""
+
+    def __init__(self, engine: EngineClient, served: ServedModel, config: ServerConfig, metrics: ServerMetrics) -> None:
+        self._engine, self._served, self._config, self._metrics = engine, served, config, metrics
+
+    async def complete(self, http: HttpRequest, body: CompletionBody, ignored: Sequence[str]) -> Response:
+        """POST /v1/completions."""
+        arrival = time.monotonic()
+        prompts = []
+        for given in parse_prompts(body.prompt):
+            ids = await self._encode([given]) if isinstance(given, str) else self._checked(given)
+            text = given if isinstance(given, str) else self._served.tokenizer.decode(given)
+            prompts.append(Prompt(ids, text if body.echo else ""))
+        return await self._reply(http, body, prompts, ignored, arrival)
+
+    async def chat(self, http: HttpRequest, body: ChatBody, ignored: Sequence[str]) -> Response:
+        """POST /v1/chat/completions."""
+        arrival = time.monotonic()
+        template = self._served.chat_template
+        if template is None:
+            raise bad_request(f"{self._served.name} has no chat template; use /v1/completions", code="no_chat_template")
+        prompt = Prompt(await self._encode(template.render(body.messages)))
+        return await self._reply(http, body, [prompt], ignored, arrival)
+
+    async def _encode(self, parts: list[str]) -> list[int]:
+        """Token ids; of a long text in a thread, as the tokenizer releases the interpreter lock."""
+        encode = self._served.tokenizer.encode_parts
+        ids = encode(parts) if sum(map(len, parts)) < _LONG_TEXT else await asyncio.to_thread(encode, parts)
+        if not ids:
+            raise bad_request("the prompt is empty; at least one token is needed", param="prompt")
+        return ids
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        size = self._served.tokenizer.vocab_size
+        if max(ids) >= size:
+            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param="prompt")
+        return ids
+
+    async def _reply(
+        self, http: HttpRequest, body: GenerationBody, prompts: list[Prompt], ignored: Sequence[str], arrival: float
+    ) -> Response:
+        if self._engine.state != "ready":
+            raise not_ready(self._engine.state, self._engine.reason)
+        if len(prompts) * body.n > self._config.max_choices:
+            raise bad_request(
+                f"prompts times n is {len(prompts) * body.n}; at most {self._config.max_choices}", param="n"
+            )
+        is_chat = isinstance(body, ChatBody)
+        wanted = body.wanted_tokens() or (None if is_chat else DEFAULT_COMPLETION_TOKENS)
+        fitting = [self._served.limits.max_output_tokens(len(prompt.token_ids)) for prompt in prompts]
+        lowered = min(fitting) if wanted is not None and wanted > min(fitting) else None
+        stops = body.stops()
+        shape = ChatShape() if is_chat else CompletionShape()
+        envelope = Envelope(shape, http.state.request_id, self._served.name, int(time.time()))
+
+        def start(choice: Choice) -> AsyncGenerator[Piece, None]:
+            fits = fitting[choice.prompt]
+            request = Request(
+                id=f"{envelope.id}-{choice.index}" if len(prompts) * body.n > 1 else envelope.id,
+                prompt=tuple(prompts[choice.prompt].token_ids),
+                sampling=body.sampling(max_tokens=min(wanted or fits, fits), choice=choice.index % body.n),
+                arrival=arrival,
+            )
+            times = self._metrics.choice(arrival)
+            return generate(self._engine, request, tokenizer=self._served.tokenizer, stops=stops, times=times)
+
+        reply = Reply(envelope, body, prompts, Usage([len(prompt.token_ids) for prompt in prompts], lowered), start)
+        headers = {"X-Pellucid-Ignored-Fields": ", ".join(ignored)} if ignored else {}
+        if lowered is not None:
+            headers["X-Pellucid-Max-Tokens"] = str(lowered)
+        if body.stream:
+            return EventStream(reply.stream, headers)
+        content = await until_disconnect(http.receive, reply.collect())
+        if content is None:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        return Response(content, 200, headers, "application/json")

@@ -1,0 +1,45 @@
+"""What a server is told once: where it listens, and what it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pellucid.core.config import SchedulerConfig
+from pellucid.core.errors import ConfigError
+from pellucid.text.chat_template import ChatTemplate
+from pellucid.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """`api_key`, where set, is asked of every request but health checks (as `Authorization: Bearer KEY`).
+    `served_model_name` replaces the model's own name. `max_choices` bounds prompts times `n` of one request,
+    `max_body_bytes` the size of its body."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    api_key: str | None = None
+    max_choices: int = 128
+    max_body_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must lie in [0, 65535]")
+        if self.api_key == "":
+            raise ConfigError("api_key is empty; leave it out to ask for no key")
+        if self.max_choices < 1 or self.max_body_bytes < 1:
+            raise ConfigError("max_choices and max_body_bytes must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model of a server: its name, how its text is handled and what fits. `limits` is the scheduler's own
+    configuration, so the server refuses and clamps by the very rule of the engine. `chat_template` is None for a model
+    without one, which then serves completions only. `created` is in Unix seconds."""
+
+    name: str
+    tokenizer: Tokenizer
+    limits: SchedulerConfig
+    chat_template: ChatTemplate | None = None
+    created: int = 0

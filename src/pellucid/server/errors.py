@@ -1,0 +1,91 @@
+"""Every error of the HTTP surface, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
+
+One table says which status an error of the lower rooms becomes; anything not in it is a bug of ours and a 500.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from pellucid.core.errors import ConfigError, EngineDead, PellucidError, RequestRejected
+from pellucid.engine.client import EngineState
+
+RETRY_AFTER_SECONDS = 2  # an engine that is starting is asked again this soon
+
+_TYPES = {401: "authentication_error", 503: "service_unavailable", 500: "server_error"}
+_TOO_LONG = ("context_length_exceeded", "kv_pool_exceeded")  # one code for clients, which act on it
+
+STATUSES: Mapping[int, str] = {
+    400: "The request cannot be served as it is; the message says what to change.",
+    401: "The API key is missing or wrong.",
+    404: "No such model.",
+    413: "The body is too large.",
+    503: "The engine is starting (see Retry-After) or has stopped.",
+}
+
+
+class ApiError(PellucidError):
+    """An error with its HTTP status. `param` names the field at fault, `code` is a stable word for programs."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers
+
+    def body(self) -> bytes:
+        """The JSON body, also sent as the last event of a stream that fails."""
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers or {}), "application/json")
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def not_ready(state: EngineState, reason: str) -> ApiError:
+    """The refusal of an engine that is starting or dead."""
+    if state == "starting":
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return ApiError(503, f"the engine is starting: {reason or 'loading'}", code="engine_starting", headers=headers)
+    return ApiError(503, f"the engine has stopped: {reason}", code="engine_dead")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What a client is told of `error`."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestRejected):
+        return bad_request(str(error), code="context_length_exceeded" if error.code in _TOO_LONG else error.code)
+    if isinstance(error, ConfigError):  # a sampling parameter out of range
+        return bad_request(str(error), code="invalid_value")
+    if isinstance(error, EngineDead):
+        return not_ready("dead", str(error))
+    return ApiError(500, "internal error; the server's log has the details", code="internal_error")
+
+
+def error_responses() -> dict[int | str, dict[str, Any]]:
+    """The error statuses, for a route's OpenAPI entry."""
+    nullable = {"type": ["string", "null"]}
+    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": nullable, "code": nullable}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    schema = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+    return {
+        status: {"description": text, "content": {"application/json": {"schema": schema}}}
+        for status, text in STATUSES.items()
+    }

@@ -1,0 +1,72 @@
+"""One choice, from a request to pieces of text: the engine's tokens detokenized, cut at stop strings, timed.
+
+Invariants: the last piece, and only the last, has a finish reason; the token counts of all pieces add up to what the
+engine generated up to there; leaving before the end (a stop string, a cancelled task, a closed iterator) closes the
+engine's stream, which aborts the request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import NamedTuple, cast
+
+from pellucid.core.errors import EngineDead
+from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.request import Request
+from pellucid.engine.client import EngineClient
+from pellucid.telemetry.prometheus import ChoiceTimes
+from pellucid.text.detokenizer import Detokenizer
+from pellucid.text.stop import StopMatcher
+from pellucid.text.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """Text that may be shown and the tokens that arrived with it; either may be empty while something is held back."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    num_cached: int
+    finish_reason: str | None
+
+
+async def generate(
+    engine: EngineClient, request: Request, *, tokenizer: Tokenizer, stops: Sequence[str], times: ChoiceTimes
+) -> AsyncGenerator[Piece, None]:
+    """The pieces of one request. Raises what the engine raises; EngineDead also where it ends a request by itself."""
+    end = "disconnect"
+    try:
+        async with aclosing(_pieces(engine, request, tokenizer, stops)) as pieces:
+            async for piece in pieces:
+                if piece.token_ids:
+                    times.tokens(len(piece.token_ids), time.monotonic())
+                if piece.finish_reason is not None:
+                    end = piece.finish_reason
+                yield piece
+    except Exception:
+        end = "error"
+        raise
+    finally:
+        times.end(end, time.monotonic())
+
+
+async def _pieces(
+    engine: EngineClient, request: Request, tokenizer: Tokenizer, stops: Sequence[str]
+) -> AsyncGenerator[Piece, None]:
+    text, stop = Detokenizer(tokenizer), StopMatcher(stops)
+    stream = cast("AsyncGenerator[TokensGenerated | Finished, None]", engine.submit(request))
+    async with aclosing(stream) as events:
+        async for event in events:
+            if isinstance(event, TokensGenerated):
+                shown = stop.push(text.push(event.token_ids))
+                yield Piece(shown, event.token_ids, event.num_cached, None if stop.found is None else "stop")
+                if stop.found is not None:
+                    return
+            elif event.reason == "abort":
+                raise EngineDead("the request was aborted by the engine")
+            else:
+                shown = stop.push(text.flush()) + stop.flush()
+                yield Piece(shown, (), event.num_cached, event.reason)
+                return
+    raise EngineDead("the request's stream ended without a result")

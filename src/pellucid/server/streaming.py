@@ -1,0 +1,90 @@
+"""Replies that may take long: server-sent events, and the watch for clients that hang up.
+
+Invariants: whatever produces a reply is cancelled as soon as the client is gone, whether or not anything was sent; a
+stream's headers go out with its first event, so that a refusal before it still has its own status; a stream that fails
+later ends with an `error` event and without `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pellucid.core.errors import PellucidError
+from pellucid.server.errors import as_api_error
+
+T = TypeVar("T")
+Write = Callable[[bytes], Awaitable[None]]
+log = logging.getLogger("pellucid.server")
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if the client hung up first, whereupon `work` was cancelled and has ended."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.wait((working, watching))
+
+
+async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, run side by side; the first failure cancels the others and is raised as it is."""
+    if len(works) == 1:
+        return [await works[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class EventStream(Response):
+    """A reply of server-sent events: `produce` is called once with a function that sends one or more whole events."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, produce: Callable[[Write], Coroutine[Any, Any, None]], headers: Mapping[str, str]) -> None:
+        super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._produce = produce
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def write(data: bytes) -> None:
+            nonlocal started
+            if not started:
+                started = True
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        try:
+            await self._produce(write)
+            await write(b"data: [DONE]\n\n")
+        except Exception as error:
+            if not isinstance(error, PellucidError):
+                log.exception("a stream failed")
+            refusal = as_api_error(error)
+            if not started:
+                await refusal.response()(scope, receive, send)
+                return
+            await write(b"data: " + refusal.body() + b"\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,68 @@
+"""An engine of a few lines: it says what it is told to, and remembers who hung up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from pellucid.core.errors import PellucidError, RequestRejected
+from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.request import Request
+from pellucid.engine.client import EngineState, EngineStats
+
+Say = Callable[[Request], list[tuple[int, ...]]]
+
+
+@dataclass
+class FakeEngine:
+    """Answers each request with `say(request)`, a list of groups of token ids, up to its max_tokens.
+
+    `hold_after`: wait for `gate` before the group of that number (0: before the first). `fail_after`: raise `failure`
+    there instead. `cached` is reported as cached prompt tokens.
+    """
+
+    say: Say
+    state: EngineState = "ready"
+    reason: str = ""
+    cached: int = 0
+    hold_after: int | None = None
+    fail_after: int | None = None
+    failure: PellucidError = field(default_factory=lambda: RequestRejected("no", "not today"))
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    requests: list[Request] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+    aborted: list[str] = field(default_factory=list)
+    closed: bool = False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.open), blocks_free=7, num_steps=3, step_seconds=0.5)
+
+    async def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
+        self.requests.append(request)
+        self.open.add(request.id)
+        finished = False
+        try:
+            num_generated, reason = 0, "stop"
+            for i, group in enumerate([*self.say(request), ()]):
+                if i == self.hold_after:
+                    await self.gate.wait()
+                if i == self.fail_after:
+                    raise self.failure
+                await asyncio.sleep(0)
+                room = request.sampling.max_tokens - num_generated
+                if group[:room]:
+                    num_generated += len(group[:room])
+                    yield TokensGenerated(request.id, group[:room], self.cached)
+                if len(group) >= room:
+                    reason = "length"
+                    break
+            finished = True
+            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, ())  # type: ignore[arg-type]
+        finally:
+            self.open.discard(request.id)
+            if not finished:
+                self.aborted.append(request.id)
+
+    async def close(self) -> None:
+        self.closed = True

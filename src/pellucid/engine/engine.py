@@ -41,7 +41,10 @@ class EngineStats:
 class Engine:
     """A scheduler, an executor and a clock. Not thread-safe: one thread calls everything."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], description: str = ""
+    ) -> None:
+        self.description = description  # of the executor, for people
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock

@@ -60,6 +60,9 @@ class Progress(msgspec.Struct, tag=True):
 
 
 class Ready(msgspec.Struct, tag=True):
+    """The engine takes requests. `description` says on what it runs, for people."""
+
+    description: str
     stats: EngineStats
 
 

@@ -33,6 +33,8 @@ class RemoteClient:
         self._state: EngineState = "starting"
         self._reason = "starting the engine process"
         self._stats = EngineStats()
+        self._closed = False
+        self.description = ""  # on what the engine runs; known once it is ready
         self._ready = asyncio.Event()
         self._directory = tempfile.mkdtemp(prefix="pellucid-")
         self._context = zmq.asyncio.Context()
@@ -71,7 +73,10 @@ class RemoteClient:
         return self._streams.read(request)
 
     async def close(self) -> None:
-        """Ask the engine to stop, then insist."""
+        """Ask the engine to stop, then insist. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         if self._process.is_alive():
             self._socket.send(messages.encode(messages.Stop()))
             await asyncio.to_thread(self._process.join, STOP_SECONDS)
@@ -109,7 +114,7 @@ class RemoteClient:
                 if self._on_progress is not None:
                     self._on_progress(message.text)
             case messages.Ready():
-                self._stats = message.stats
+                self._stats, self.description = message.stats, message.description
                 self._state, self._reason = "ready", ""
                 self._ready.set()
             case messages.Died():

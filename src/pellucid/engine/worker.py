@@ -38,7 +38,7 @@ def run(build: EngineBuilder, endpoint: str) -> None:
         # What is loaded now lives as long as the process: the collector need not look at it again.
         gc.collect()
         gc.freeze()
-        socket.send(messages.encode(messages.Ready(engine.stats())))
+        socket.send(messages.encode(messages.Ready(engine.description, engine.stats())))
         _loop(engine, socket, parent)
     except PellucidError as error:
         socket.send(messages.encode(messages.Died(str(error), expected=True)))

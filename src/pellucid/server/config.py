@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
@@ -16,10 +16,10 @@ class ServerConfig:
     `served_model_name` replaces the model's own name. `max_choices` bounds prompts times `n` of one request,
     `max_body_bytes` the size of its body."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    api_key: str | None = None
+    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
+    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
+    served_model_name: str | None = field(default=None, metadata={"help": "Name under which the model is served."})
+    api_key: str | None = field(default=None, metadata={"help": "Key that requests must bring as a bearer token."})
     max_choices: int = 128
     max_body_bytes: int = 64 << 20
 

@@ -1,0 +1,162 @@
+"""From settings to an engine: the one place that chooses an executor and tells the rooms the sizes they need.
+
+    EngineSettings ──load_model──> LoadedModel ──plan_engine──> SchedulerConfig ──build_engine──> Engine
+
+Only `build_engine` loads torch, so a server process can do all the rest (it needs the tokenizer and the limits) and
+hand `build_engine` to the engine's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pellucid.core.config import SchedulerConfig
+from pellucid.core.errors import ConfigError
+from pellucid.core.input_log import InputLog
+from pellucid.core.scheduler import Scheduler
+from pellucid.engine.engine import Engine
+from pellucid.models.config import ModelConfig, load_model_config
+from pellucid.models.gguf_header import read_gguf_header
+from pellucid.models.sources import DEFAULT_MODEL, ModelFiles, resolve
+from pellucid.runtime.config import RuntimeConfig
+from pellucid.runtime.config import resolve as resolve_runtime
+from pellucid.runtime.memory import blocks_that_fit
+from pellucid.text.chat_template import ChatTemplate, chat_template_from_gguf, load_chat_template
+from pellucid.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
+
+OnOff = Literal["on", "off"]
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """A size such as "2GiB", "512MB" or "1073741824" in bytes. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a size; write a number of bytes or, for example, 2GiB or 512MB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+def _setting(default: Any, help: str, **more: Any) -> Any:
+    """A field whose flag, environment variable and configuration key are all made from it (see `cli/options.py`)."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What a user may choose about an engine. The same names serve as flags, variables and configuration keys."""
+
+    device: str = _setting("cpu", "Where the model runs.")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+        "auto", "Precision of weights, activations and KV cache; auto takes bfloat16 where the processor has it."
+    )
+    threads: int = _setting(0, "Threads that compute; 0 takes one per physical core.")
+    block_size: int = _setting(16, "Tokens in a KV block: the unit of allocation and of sharing.")
+    kv_memory: int = _setting(2 * 2**30, "Memory of the KV cache, such as 2GiB.", parser=parse_bytes, shown="2GiB")
+    max_context: int = _setting(0, "Most tokens of one request, prompt and output; 0 takes what the model allows.")
+    max_running: int = _setting(64, "Most requests that are computed in one step.")
+    token_budget: int = _setting(512, "Most tokens computed in one step: bounds how long a prompt may hold up others.")
+    deterministic: bool = _setting(
+        False, "Make a request's tokens independent of what else is in its batch; slower.", flag="--deterministic"
+    )
+    seed: int = _setting(0, "Seed of requests that bring none.")
+    prefix_cache: OnOff = _setting("on", "Reuse the KV blocks of prompts and replies that begin alike.")
+    chunked_prefill: OnOff = _setting("on", "Cut long prompts into steps; off computes a prompt in one step.")
+    isa: str = _setting("auto", "Instruction set of the kernels; reference is plain PyTorch.")
+    input_log: Path | None = _setting(
+        None, "Write every call into the scheduler to this file (JSON lines), from which the run can be replayed."
+    )
+
+    def runtime(self) -> RuntimeConfig:
+        """The executor's part, with "auto" decided for this machine."""
+        return resolve_runtime(
+            RuntimeConfig(
+                device=self.device,
+                dtype=self.dtype,
+                block_size=self.block_size,
+                threads=self.threads,
+                deterministic=self.deterministic,
+                isa=self.isa,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model as far as a process without torch needs it: files, shape, and how its text is handled."""
+
+    files: ModelFiles
+    config: ModelConfig
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+def load_model(model: str = DEFAULT_MODEL, *, progress: bool = True) -> LoadedModel:
+    """Find `model` (fetching it if need be) and read everything but its weights. Raises ModelError."""
+    files = resolve(model, progress=progress)
+    config = load_model_config(files.path)
+    if files.kind == "dir":
+        tokenizer = load_tokenizer(files.path)
+        return LoadedModel(files, config, tokenizer, load_chat_template(files.path, tokenizer))
+    metadata = read_gguf_header(files.path).metadata
+    tokenizer = tokenizer_from_gguf(metadata, str(files.path))
+    return LoadedModel(files, config, tokenizer, chat_template_from_gguf(metadata, tokenizer))
+
+
+def plan_engine(settings: EngineSettings, model: ModelConfig) -> SchedulerConfig:
+    """The scheduler's configuration: how many blocks the KV memory holds, and how long a request may be."""
+    runtime = settings.runtime()
+    spec = model.cache_spec(runtime.element_bytes)
+    num_blocks = blocks_that_fit(settings.kv_memory, spec, settings.block_size)
+    limit = model.max_context if model.sliding_window is None else min(model.max_context, model.sliding_window)
+    max_context = settings.max_context or limit
+    model.check_context(max_context)
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=settings.block_size,
+        max_context=max_context,
+        max_running=settings.max_running,
+        token_budget=settings.token_budget,
+        prefix_cache=settings.prefix_cache == "on",
+        chunked_prefill=settings.chunked_prefill == "on",
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def build_engine(
+    settings: EngineSettings, path: Path, scheduler: SchedulerConfig, progress: Callable[[str], None]
+) -> Engine:
+    """An engine with the real executor over the model at `path`. Loads torch and the weights; reports to `progress`."""
+    progress("loading PyTorch")
+    from pellucid.runtime.executor import load_executor
+
+    def loaded(done: int, total: int) -> None:
+        progress(f"loading weights: {done} of {total} layers")
+
+    executor = load_executor(
+        path, settings.runtime(), num_blocks=scheduler.num_blocks, seed=settings.seed, progress=loaded
+    )
+    log = None if settings.input_log is None else InputLog(_json_lines(settings.input_log))
+    return Engine(Scheduler(scheduler, input_log=log), executor, time.monotonic, executor.describe())
+
+
+def engine_builder(
+    settings: EngineSettings, path: Path, scheduler: SchedulerConfig
+) -> Callable[[Callable[[str], None]], Engine]:
+    """`build_engine` with its arguments, ready to be carried out in another process."""
+    return partial(build_engine, settings, path, scheduler)
+
+
+def _json_lines(path: Path) -> Callable[[dict[str, Any]], None]:
+    """A function that writes a row to `path` as one line of JSON. Raises ConfigError if it cannot be opened."""
+    try:
+        file = path.open("w", encoding="utf-8", buffering=1)
+    except OSError as error:
+        raise ConfigError(f"cannot write the input log {path}: {error.strerror}") from None
+    return lambda row: print(json.dumps(row, separators=(",", ":")), file=file)

@@ -1,0 +1,101 @@
+"""`pellucid serve`: a model over the OpenAI protocol. This process speaks HTTP; the engine has a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import time
+
+import uvloop
+
+from pellucid import __version__
+from pellucid.build import EngineSettings, LoadedModel, engine_builder, load_model, plan_engine
+from pellucid.cli.fetch import ModelArgument
+from pellucid.cli.options import settings_options
+from pellucid.cli.progress import Loading, loading, stderr
+from pellucid.core.config import SchedulerConfig
+from pellucid.core.errors import ConfigError
+from pellucid.engine.remote import RemoteClient
+from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.server.app import create_app, make_server
+from pellucid.server.config import ServedModel, ServerConfig
+
+# The kernels want every core; text and HTTP take what they leave.
+HTTP_NICENESS = 10
+
+
+@settings_options(EngineSettings, ServerConfig)
+def serve(model: ModelArgument = DEFAULT_MODEL, *, settings: EngineSettings, config: ServerConfig) -> None:
+    """Serve MODEL over the OpenAI protocol until interrupted."""
+    listener = _listen(config)
+    with loading(f"reading {model}") as progress:
+        loaded = load_model(model)
+        limits = plan_engine(settings, loaded.config)
+        uvloop.run(_serve(loaded, limits, settings, config, listener, progress))
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Take the port before anything slow, so that a port in use is said at once."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot listen on {config.host} port {config.port}: {reason}; choose another with --host or --port"
+        ) from None
+    return listener
+
+
+async def _serve(
+    model: LoadedModel,
+    limits: SchedulerConfig,
+    settings: EngineSettings,
+    config: ServerConfig,
+    listener: socket.socket,
+    progress: Loading,
+) -> None:
+    """Answer HTTP from the start (health says "starting"), announce the model when the engine is ready."""
+    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
+    os.nice(HTTP_NICENESS)
+    served = ServedModel(
+        name=config.served_model_name or model.files.name,
+        tokenizer=model.tokenizer,
+        limits=limits,
+        chat_template=model.chat_template,
+        created=int(time.time()),
+    )
+    server = make_server(create_app(engine, served, config), config)
+    listening = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await engine.wait_ready()
+        progress.stop()
+        _announce(served, engine.description, listener)
+        await listening
+    finally:
+        server.should_exit = True
+        await asyncio.gather(listening, return_exceptions=True)
+        await engine.close()
+
+
+def _announce(served: ServedModel, description: str, listener: socket.socket) -> None:
+    """What is served, with what, and a line to try."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    limits = served.limits
+    stderr.print(f"Pellucid {__version__} serves {served.name}: {description}")
+    stderr.print(
+        f"KV pool of {limits.pool_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}; "
+        f"context of up to {limits.max_length:,}"
+    )
+    path, body = "/v1/completions", {"model": served.name, "prompt": "The capital of France is", "max_tokens": 16}
+    if served.chat_template is not None:
+        question = {"role": "user", "content": "What is the capital of France?"}
+        path, body = "/v1/chat/completions", {"model": served.name, "messages": [question]}
+    print(url, flush=True)
+    data = json.dumps(body | {"temperature": 0})
+    stderr.print(f"try: curl {url}{path} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)

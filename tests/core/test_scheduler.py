@@ -126,6 +126,29 @@ def test_preemption_takes_the_lowest_priority_then_the_newest_and_never_the_olde
         assert output == generate(request(name, [ord(name[0]) % 9 + 1] * 4, max_tokens=14), 24)
 
 
+def test_a_victim_that_was_served_in_this_step_is_taken_out_of_it():
+    """Two blocks are needed and one is left; the newer is served first and must give it to the older."""
+    run = Run(config(num_blocks=3))
+    for name in ("older", "newer"):
+        run.add(request(name, [ord(name[0]) % 5 + 1] * 4, max_tokens=8))
+    run.step()
+    run.scheduler.running = dict(reversed(run.scheduler.running.items()))
+    run.step()
+    assert chunks(run.plans[-1]) == {0: (4, 5)}
+    run.finish()
+    assert run.outputs()["newer"] == generate(request("newer", [ord("n") % 5 + 1] * 4, max_tokens=8), 12)
+
+
+def test_nobody_is_admitted_into_blocks_that_running_ones_need_next():
+    """One block is free and the running sequence needs it for its next token: admission would preempt at once."""
+    run = Run(config(num_blocks=2))
+    run.add(request("a", [1] * 4, max_tokens=3))
+    run.step()
+    run.add(request("b", [2] * 3, max_tokens=3))
+    run.finish()
+    assert not [e for e in run.events if isinstance(e, Preempted)]
+
+
 def test_the_pool_can_be_filled_to_the_last_block():
     run = Run(config(num_blocks=8, token_budget=32))
     run.add(request("a", range(1, 16), max_tokens=16))

@@ -198,8 +198,8 @@ class Scheduler:
         return self.kv.num_blocks_missing(sequence, self._num_needed(sequence))
 
     def _num_needed(self, sequence: Sequence) -> int:
-        """Slots for the tokens a sequence has and the next one; the last token of all is never computed on."""
-        return min(sequence.num_known + 1, sequence.max_length - 1)
+        """Slots for what the sequence will have after its next sample; the last token of all is never computed on."""
+        return min(max(sequence.num_known, sequence.num_tokens + 1), sequence.max_length - 1)
 
     def _match_unless_awaiting(self, sequence: Sequence) -> PrefixMatch | None:
         """The sequence's cached prefix, or None while another sequence is computing the block that would follow it."""

@@ -121,11 +121,13 @@ async def test_token_ids(client: httpx.AsyncClient, tokenizer: Tokenizer) -> Non
 
 async def test_several_prompts_and_choices(client: httpx.AsyncClient, engine: FakeEngine, tokenizer: Tokenizer) -> None:
     engine.say = lambda request: [(i,) for i in request.prompt]  # echoes
+    engine.cached = 1
     asked = {"prompt": ["the", "theory of"], "n": 2, "best_of": 2, "max_tokens": 50, "seed": 1}
     body = (await client.post("/v1/completions", json=asked)).json()
     assert [choice["text"] for choice in body["choices"]] == ["the", "the", "theory of", "theory of"]
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     num_prompt = len(tokenizer.encode("the")) + len(tokenizer.encode("theory of"))
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2, "one of each prompt, however many choices"
     assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (num_prompt, 2 * num_prompt)
     assert sorted(request.sampling.seed or 0 for request in engine.requests) == [1, 1, 2, 2]
     assert len({request.id for request in engine.requests}) == 4
@@ -315,7 +317,7 @@ async def test_api_key(make_app: MakeApp) -> None:
             {},
             {"Authorization": "Bearer "},
             {"Authorization": "Bearer other"},
-            {"Authorization": "secret"},
+            {"Authorization": "Basic secret"},
         ):
             for call in (
                 client.post("/v1/completions", json={"prompt": "a"}, headers=headers),

@@ -304,6 +304,8 @@ async def test_errors_have_openais_shape(client: httpx.AsyncClient, make_app: Ma
     error(await client.post("/v1/completions", content=b"{"), 400)
     error(await client.post("/v1/completions", json={"prompt": ""}), 400)
     error(await client.post("/v1/completions", json={"prompt": "a", "n": 1000}), 400)
+    for huge in ({"seed": 1 << 63}, {"top_k": 1 << 63}, {"stop_token_ids": [420]}, {"stop_token_ids": [1 << 40]}):
+        error(await client.post("/v1/completions", json={"prompt": "a", **huge}), 400)
     error(await client.post("/v1/chat/completions", json={"messages": []}), 400)
     async with in_process(make_app(template=None)) as without:
         assert error(await without.post("/v1/chat/completions", json=CHAT), 400)["code"] == "no_chat_template"

@@ -70,6 +70,12 @@ def test_other_values_of_unsupported_fields_are_refused(fields: dict[str, Any], 
     assert refusal(chat, **fields).param == param
 
 
+def test_null_is_absent_at_every_level() -> None:
+    body, ignored = completion(stream=True, stream_options={"include_usage": None}, user=None, max_tokens=None)
+    assert body.stream_options is not None
+    assert (body.stream_options.include_usage, ignored) == (False, [])
+
+
 def test_unknown_fields_are_refused_by_name() -> None:
     error = refusal(completion, tempratur=0.5)
     assert (error.param, error.code) == ("tempratur", "unknown_field")

@@ -40,7 +40,7 @@ class Completions:
         arrival = time.monotonic()
         prompts = []
         for given in parse_prompts(body.prompt):
-            ids = await self._encode([given]) if isinstance(given, str) else self._checked(given)
+            ids = await self._encode([given]) if isinstance(given, str) else self._checked(given, "prompt")
             text = given if isinstance(given, str) else self._served.tokenizer.decode(given)
             prompts.append(Prompt(ids, text if body.echo else ""))
         return await self._reply(http, body, prompts, ignored, arrival)
@@ -62,10 +62,10 @@ class Completions:
             raise bad_request("the prompt is empty; at least one token is needed", param="prompt")
         return ids
 
-    def _checked(self, ids: list[int]) -> list[int]:
+    def _checked(self, ids: list[int], param: str) -> list[int]:
         size = self._served.tokenizer.vocab_size
-        if max(ids) >= size:
-            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param="prompt")
+        if ids and max(ids) >= size:
+            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param=param)
         return ids
 
     async def _reply(
@@ -82,6 +82,7 @@ class Completions:
         fitting = [self._served.limits.max_output_tokens(len(prompt.token_ids)) for prompt in prompts]
         lowered = min(fitting) if wanted is not None and wanted > min(fitting) else None
         stops = body.stops()
+        self._checked(body.stop_token_ids, "stop_token_ids")
         shape = ChatShape() if is_chat else CompletionShape()
         envelope = Envelope(shape, http.state.request_id, self._served.name, int(time.time()))
 

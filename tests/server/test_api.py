@@ -287,6 +287,18 @@ async def test_an_engine_that_dies_ends_streams_with_an_error(client: httpx.Asyn
     assert not engine.open
 
 
+async def test_long_texts_are_tokenized_as_short_ones(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
+    text = "the theory of it " * 2000
+    ids = (await client.post("/tokenize", json={"prompt": text})).json()["tokens"]
+    assert ids == tokenizer.encode(text)
+    assert f"{len(ids)} tokens" in error(await client.post("/v1/completions", json={"prompt": text}), 400)["message"]
+
+
+async def test_a_request_that_the_engine_aborts_is_an_error(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.ends = "abort"
+    assert error(await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 99}), 503)["code"] == "aborted"
+
+
 async def test_bugs_are_500_in_the_same_shape(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     def broken(_: Any) -> list[tuple[int, ...]]:
         raise ZeroDivisionError

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pellucid import __version__
 from pellucid.core.errors import PellucidError
 from pellucid.engine.client import EngineClient
-from pellucid.server.completions import Completions
+from pellucid.server.completions import Completions, encode_parts
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import ApiError, as_api_error, bad_request, not_ready
 from pellucid.server.fields import parse_body
@@ -130,7 +130,7 @@ class _Routes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text."""
         body, _ = await self._body(http, TokenizeBody)
-        ids = self._served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        ids = await encode_parts(self._served.tokenizer, [body.prompt], add_special_tokens=body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, http: HttpRequest) -> Response:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from pellucid.core.errors import PellucidError, RequestRejected
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.events import Finished, FinishReason, TokensGenerated
 from pellucid.core.request import Request
 from pellucid.engine.client import EngineState, EngineStats
 
@@ -19,13 +19,14 @@ class FakeEngine:
     """Answers each request with `say(request)`, a list of groups of token ids, up to its max_tokens.
 
     `hold_after`: wait for `gate` before the group of that number (0: before the first). `fail_after`: raise `failure`
-    there instead. `cached` is reported as cached prompt tokens.
+    there instead. `cached` is reported as cached prompt tokens, `ends` as the reason of an end that is its own.
     """
 
     say: Say
     state: EngineState = "ready"
     reason: str = ""
     cached: int = 0
+    ends: FinishReason = "stop"
     hold_after: int | None = None
     fail_after: int | None = None
     failure: PellucidError = field(default_factory=lambda: RequestRejected("no", "not today"))
@@ -43,7 +44,7 @@ class FakeEngine:
         self.open.add(request.id)
         finished = False
         try:
-            num_generated, reason = 0, "stop"
+            num_generated, reason = 0, self.ends
             for i, group in enumerate([*self.say(request), ()]):
                 if i == self.hold_after:
                     await self.gate.wait()
@@ -58,7 +59,7 @@ class FakeEngine:
                     reason = "length"
                     break
             finished = True
-            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, ())  # type: ignore[arg-type]
+            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, ())
         finally:
             self.open.discard(request.id)
             if not finished:

@@ -34,6 +34,8 @@ def test_ordinary_text_is_one_part_and_the_rendered_text() -> None:
     parts = ChatTemplate(CHATML, TINY).render([{"role": "system", "content": "Be kind."}, *user(" Hi  ")])
     expected = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert parts == [expected]
+    developer = ChatTemplate(CHATML, TINY).render([{"role": "developer", "content": "Be kind."}, *user(" Hi  ")])
+    assert developer == parts
     assert TINY.encode_parts(parts) == TINY.encode(expected)
 
 

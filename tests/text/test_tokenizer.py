@@ -129,7 +129,9 @@ def test_bos_is_there_exactly_once() -> None:
     assert tokenizer.encode("the")[:1] == [1]
     assert tokenizer.encode(f"{bos}the") == tokenizer.encode("the")
     assert tokenizer.encode(f"{bos}{bos}the")[:2] == [1, 1]
+    assert tokenizer.encode_parts(["the", "the", "the"]).count(1) == 1
     assert 1 not in tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode(f"{bos}{bos}the", add_special_tokens=False)[:2] == [1, 1]
     without = tokenizer_from_gguf(tiny_gguf_metadata())
     assert without.encode(f"{bos}{bos}the")[:2] == [1, 1]
 

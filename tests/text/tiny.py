@@ -57,13 +57,13 @@ def tiny_byte_level() -> Tokenizer:
 
 
 def tiny_pieces() -> Pieces:
-    """A SentencePiece vocabulary: three special pieces, 256 bytes, some letters and words with falling scores."""
+    """A SentencePiece vocabulary: three special pieces, 256 bytes, some letters and words."""
     words = ["▁t", "he", "▁the", "▁a", "an", "▁an", "in", "▁in", "er", "ll", "▁he", "▁hell", "▁hello", "o▁", "▁▁"]
     letters = list("▁etaoinshrdlcumwfgypbvk.,!?\n中")
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *letters]
     special = [PieceType.UNKNOWN, PieceType.CONTROL, PieceType.CONTROL]
     types = special + [PieceType.BYTE] * 256 + [PieceType.NORMAL] * (len(texts) - 259)
-    scores = [0.0] * 259 + [-float(i) for i in range(len(texts) - 259)]
+    scores = [0.0] * 259 + [-float(i * 7 % 31) for i in range(len(texts) - 259)]  # not in the order of ids
     return Pieces(texts, scores, [int(kind) for kind in types])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -29,16 +28,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pellucid import __version__
 from pellucid.core.errors import PellucidError
 from pellucid.engine.client import EngineClient
-from pellucid.server.completions import Completions
+from pellucid.server.completions import Completions, encode_parts
 from pellucid.server.config import ServedModel, ServerConfig
-from pellucid.server.errors import ApiError, as_api_error, bad_request, error_responses, not_ready
+from pellucid.server.errors import ApiError, as_api_error, bad_request, not_ready
 from pellucid.server.fields import parse_body
 from pellucid.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pellucid.server.schema import openapi, request_body, responses
 from pellucid.telemetry.prometheus import CONTENT_TYPE, ServerMetrics
 
 log = logging.getLogger("pellucid.server")
 _ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
-_BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
@@ -60,7 +59,7 @@ def create_app(engine: EngineClient, served: ServedModel, config: ServerConfig) 
     for kind in (PellucidError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     _Routes(engine, served, config, metrics).add_to(app)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
 
@@ -100,8 +99,8 @@ class _Routes:
                 path,
                 handler,
                 methods=["POST"],
-                responses=error_responses(),
-                openapi_extra=_request_body(body),
+                responses=responses(streams=body in (CompletionBody, ChatBody)),
+                openapi_extra=request_body(body),
                 summary=handler.__doc__,
                 description="",
             )
@@ -113,7 +112,9 @@ class _Routes:
             ("/health", self.ready),
             ("/metrics", self.metrics),
         ):
-            app.add_api_route(path, answer, methods=["GET"], responses=error_responses(), summary=answer.__doc__)
+            app.add_api_route(
+                path, answer, methods=["GET"], responses=responses(metrics=path == "/metrics"), summary=answer.__doc__
+            )
             app.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -129,7 +130,7 @@ class _Routes:
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text."""
         body, _ = await self._body(http, TokenizeBody)
-        ids = self._served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+        ids = await encode_parts(self._served.tokenizer, [body.prompt], add_special_tokens=body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -145,10 +146,10 @@ class _Routes:
         self._check_key(http)
         return _json({"object": "list", "data": [self._model_card()]})
 
-    async def model(self, http: HttpRequest) -> Response:
+    async def model(self, http: HttpRequest, model: str) -> Response:
         """One model."""
         self._check_key(http)
-        self._check_model(http.path_params["model"])
+        self._check_model(model)
         return _json(self._model_card())
 
     async def live(self, http: HttpRequest) -> Response:
@@ -266,21 +267,3 @@ async def _answer_error(http: HttpRequest, error: Exception) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-_SCHEMAS, _COMPONENTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")
-
-
-def _request_body(body: type[msgspec.Struct]) -> dict[str, Any]:
-    schema = _SCHEMAS[_BODIES.index(body)]
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's document, with the bodies' schemas that it has not seen itself."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas: Mapping[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
-        document["components"]["schemas"] = {**schemas, **_COMPONENTS}
-        app.openapi_schema = document
-    return app.openapi_schema

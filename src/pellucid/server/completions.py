@@ -23,10 +23,18 @@ from pellucid.server.reply import Prompt, Reply
 from pellucid.server.shapes import ChatShape, Choice, CompletionShape, Envelope, Usage
 from pellucid.server.streaming import EventStream, until_disconnect
 from pellucid.telemetry.prometheus import ServerMetrics
+from pellucid.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat without max_tokens gets what fits
 CLIENT_CLOSED_REQUEST = 499  # the client does not see it, but metrics do
 _LONG_TEXT = 16_384  # characters; tokenizing more than that would be felt by the streams beside it
+
+
+async def encode_parts(tokenizer: Tokenizer, parts: list[str], *, add_special_tokens: bool = True) -> list[int]:
+    """`Tokenizer.encode_parts`; of a long text in a thread, as the tokenizer releases the interpreter lock."""
+    if sum(map(len, parts)) < _LONG_TEXT:
+        return tokenizer.encode_parts(parts, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(tokenizer.encode_parts, parts, add_special_tokens=add_special_tokens)
 
 
 class Completions:
@@ -40,7 +48,7 @@ class Completions:
         arrival = time.monotonic()
         prompts = []
         for given in parse_prompts(body.prompt):
-            ids = await self._encode([given]) if isinstance(given, str) else self._checked(given)
+            ids = await self._encode([given]) if isinstance(given, str) else self._checked(given, "prompt")
             text = given if isinstance(given, str) else self._served.tokenizer.decode(given)
             prompts.append(Prompt(ids, text if body.echo else ""))
         return await self._reply(http, body, prompts, ignored, arrival)
@@ -55,17 +63,15 @@ class Completions:
         return await self._reply(http, body, [prompt], ignored, arrival)
 
     async def _encode(self, parts: list[str]) -> list[int]:
-        """Token ids; of a long text in a thread, as the tokenizer releases the interpreter lock."""
-        encode = self._served.tokenizer.encode_parts
-        ids = encode(parts) if sum(map(len, parts)) < _LONG_TEXT else await asyncio.to_thread(encode, parts)
+        ids = await encode_parts(self._served.tokenizer, parts)
         if not ids:
             raise bad_request("the prompt is empty; at least one token is needed", param="prompt")
         return ids
 
-    def _checked(self, ids: list[int]) -> list[int]:
+    def _checked(self, ids: list[int], param: str) -> list[int]:
         size = self._served.tokenizer.vocab_size
-        if max(ids) >= size:
-            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param="prompt")
+        if ids and max(ids) >= size:
+            raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param=param)
         return ids
 
     async def _reply(
@@ -82,6 +88,7 @@ class Completions:
         fitting = [self._served.limits.max_output_tokens(len(prompt.token_ids)) for prompt in prompts]
         lowered = min(fitting) if wanted is not None and wanted > min(fitting) else None
         stops = body.stops()
+        self._checked(body.stop_token_ids, "stop_token_ids")
         shape = ChatShape() if is_chat else CompletionShape()
         envelope = Envelope(shape, http.state.request_id, self._served.name, int(time.time()))
 

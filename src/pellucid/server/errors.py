@@ -6,7 +6,6 @@ One table says which status an error of the lower rooms becomes; anything not in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -18,14 +17,6 @@ RETRY_AFTER_SECONDS = 2  # an engine that is starting is asked again this soon
 
 _TYPES = {401: "authentication_error", 503: "service_unavailable", 500: "server_error"}
 _TOO_LONG = ("context_length_exceeded", "kv_pool_exceeded")  # one code for clients, which act on it
-
-STATUSES: Mapping[int, str] = {
-    400: "The request cannot be served as it is; the message says what to change.",
-    401: "The API key is missing or wrong.",
-    404: "No such model.",
-    413: "The body is too large.",
-    503: "The engine is starting (see Retry-After) or has stopped.",
-}
 
 
 class ApiError(PellucidError):
@@ -77,15 +68,3 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, EngineDead):
         return not_ready("dead", str(error))
     return ApiError(500, "internal error; the server's log has the details", code="internal_error")
-
-
-def error_responses() -> dict[int | str, dict[str, Any]]:
-    """The error statuses, for a route's OpenAPI entry."""
-    nullable = {"type": ["string", "null"]}
-    fields = {"message": {"type": "string"}, "type": {"type": "string"}, "param": nullable, "code": nullable}
-    error = {"type": "object", "properties": fields, "required": list(fields)}
-    schema = {"type": "object", "properties": {"error": error}, "required": ["error"]}
-    return {
-        status: {"description": text, "content": {"application/json": {"schema": schema}}}
-        for status, text in STATUSES.items()
-    }

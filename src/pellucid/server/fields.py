@@ -110,8 +110,12 @@ def parse_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
         raise bad_request("the body must be a JSON object", code="invalid_json")
     honoured = set(kind.__struct_fields__)
     ignored: list[str] = []
-    given = {name: value for name, value in fields.items() if value is not None}
-    kept = {name: value for name, value in given.items() if name in honoured}
+    given = _without_nulls(fields)
+    kept = {
+        name: _without_nulls(value) if isinstance(value, dict) else value
+        for name, value in given.items()
+        if name in honoured
+    }
     for name, value in given.items():
         if name not in honoured:
             _judge(name, value, _BY_NAME, name, ignored)
@@ -121,6 +125,10 @@ def parse_body(raw: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
         return msgspec.convert(kept, kind), sorted(ignored)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _judge(name: str, value: Any, table: dict[str, Field], shown: str, ignored: list[str]) -> None:

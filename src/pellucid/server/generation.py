@@ -12,10 +12,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, cast
 
-from pellucid.core.errors import EngineDead
 from pellucid.core.events import Finished, TokensGenerated
 from pellucid.core.request import Request
 from pellucid.engine.client import EngineClient
+from pellucid.server.errors import ApiError
 from pellucid.telemetry.prometheus import ChoiceTimes
 from pellucid.text.detokenizer import Detokenizer
 from pellucid.text.stop import StopMatcher
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 async def generate(
     engine: EngineClient, request: Request, *, tokenizer: Tokenizer, stops: Sequence[str], times: ChoiceTimes
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces of one request. Raises what the engine raises; EngineDead also where it ends a request by itself."""
+    """The pieces of one request. Raises what the engine raises, and ApiError where it aborts the request by itself."""
     end = "disconnect"
     try:
         async with aclosing(_pieces(engine, request, tokenizer, stops)) as pieces:
@@ -64,9 +64,9 @@ async def _pieces(
                 if stop.found is not None:
                     return
             elif event.reason == "abort":
-                raise EngineDead("the request was aborted by the engine")
+                raise ApiError(503, "the engine aborted the request", code="aborted")
             else:
                 shown = stop.push(text.flush()) + stop.flush()
                 yield Piece(shown, (), event.num_cached, event.reason)
                 return
-    raise EngineDead("the request's stream ended without a result")
+    raise RuntimeError(f"the stream of request {request.id} ended without a Finished event")

@@ -9,20 +9,36 @@ from msgspec import Meta
 
 from pellucid.core.request import SamplingParams
 from pellucid.server.errors import bad_request
+from pellucid.text.chat_template import ROLES
 
 MAX_STOPS = 16
-_TOKEN_ID = {"type": "integer", "minimum": 0}
+_MAX_TOKEN_ID = (1 << 31) - 1
+_TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _MAX_TOKEN_ID}
 _PROMPT_SCHEMA = {
     "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
         {"type": "array", "items": _TOKEN_ID, "minItems": 1},
         {"type": "array", "items": {"type": "array", "items": _TOKEN_ID, "minItems": 1}, "minItems": 1},
     ]
 }
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+_MESSAGE_SCHEMA = {
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]},
+    },
+    "required": ["role", "content"],
+}
+_MAX_INT = 1 << 62  # what still fits a 64-bit integer after a small addition
 Count = Annotated[int, Meta(ge=1)]
 Prompt = Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]  # a union of lists, which msgspec cannot check
-TokenIds = list[Annotated[int, Meta(ge=0)]]
+Message = Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]
+TokenIds = list[Annotated[int, Meta(ge=0, le=_MAX_TOKEN_ID)]]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -40,11 +56,11 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     max_completion_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=_MAX_INT)] = 0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     stop: str | list[str] = []
     stop_token_ids: TokenIds = []
-    seed: int | None = None
+    seed: Annotated[int, Meta(ge=-_MAX_INT, le=_MAX_INT)] | None = None
     ignore_eos: bool = False
     n: Count = 1
     stream: bool = False
@@ -101,7 +117,7 @@ class CompletionBody(GenerationBody, kw_only=True, forbid_unknown_fields=True, f
 class ChatBody(GenerationBody, kw_only=True, forbid_unknown_fields=True, frozen=True):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[Message], Meta(min_length=1)]
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):

@@ -6,8 +6,11 @@ rendering, and the rendered text is cut at the marks: `render` returns parts, an
 reach from one part into the next. A message without such text, which is nearly every message, gives a single part and
 exactly the tokens of the rendered text.
 
+A `developer` message, OpenAI's newer word, is given to the template as `system`.
+
 Limits: a template that itself assembles a special token out of pieces of several messages is not defended against, nor
-is a special token of a single character, nor structure that a template writes as plain text (Llama 2's `[INST]`).
+is a special token of a single character, nor structure that a template writes as plain text (Llama 2's `[INST]`). A
+SentencePiece tokenizer puts a space before each part.
 
 Templates run in Jinja's immutable sandbox with the functions that Hugging Face templates may use.
 """
@@ -121,6 +124,7 @@ def _plain(message: Mapping[str, Any], index: int) -> dict[str, str]:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         raise RequestRejected("invalid_messages", f"messages[{index}].role is {role!r}; it must be one of {ROLES}")
+    role = "system" if role == "developer" else role
     if isinstance(content, str):
         return {"role": role, "content": content}
     if not isinstance(content, list):

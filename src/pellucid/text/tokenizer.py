@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from tokenizers import Tokenizer as Backend
 from pellucid.core.errors import ModelError
 from pellucid.text.byte_level import (
     PRE_TOKENIZERS,
-    PreTokenizer,
     build_byte_level,
     byte_of_character,
     find_pre_tokenizer,
@@ -111,8 +111,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from None
         return Tokenizer(backend, bos_token=bos, eos_token=eos)
     if (directory / "tokenizer.model").exists():
+        # "legacy" is Hugging Face's word for putting a space also before text that follows a special token
         pieces = read_tokenizer_model(directory / "tokenizer.model")
-        pieces = _with_prefix_rule(pieces, legacy=config.get("legacy", True))
+        pieces = replace(pieces, prefix_each_part=config.get("legacy", True))
         backend = build_sentencepiece(pieces, add_bos=config.get("add_bos_token", True))
         return Tokenizer(backend, bos_token=bos or pieces.bos, eos_token=eos or pieces.eos)
     if (directory / "vocab.json").exists() and (directory / "merges.txt").exists():
@@ -159,7 +160,7 @@ def _from_merges_file(directory: Path, config: Mapping[str, Any]) -> Backend:
             f"{directory} has vocab.json and merges.txt of a tokenizer of class {name or 'unknown'!r}; supported are "
             f"{', '.join(_SLOW_CLASSES)}: put the model's tokenizer.json beside them"
         )
-    cut: PreTokenizer = PRE_TOKENIZERS[_SLOW_CLASSES[name]]
+    cut = PRE_TOKENIZERS[_SLOW_CLASSES[name]]
     lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
     merges = [_pair(line) for line in lines if line and not line.startswith("#version")]
     vocab = _read_json(directory / "vocab.json")
@@ -170,13 +171,6 @@ def _from_merges_file(directory: Path, config: Mapping[str, Any]) -> Backend:
     ]
     vocab |= {entry["content"]: i for i, entry in entries}
     return build_byte_level(vocab, merges, cut, added=added)
-
-
-def _with_prefix_rule(pieces: Pieces, *, legacy: bool) -> Pieces:
-    """`legacy` is Hugging Face's word for putting a space also before text that follows a special token."""
-    return Pieces(
-        pieces.texts, pieces.scores, pieces.types, pieces.bos, pieces.eos, pieces.space_prefix, prefix_each_part=legacy
-    )
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.core.fakes import Run
 
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.request import Request, SamplingParams
-from tests.core.fakes import Run
 
 DOCS = Path(__file__).parent.parent / "docs"
 EIGHT_BLOCKS = {"num_blocks": 8, "block_size": 4, "max_context": 32, "max_running": 3}

@@ -2,8 +2,8 @@
 
 A KV slot holds a fingerprint of the whole prefix up to its token. Before a chunk is computed, every slot it attends to
 must hold the fingerprint that the sequence's own tokens give; so a block that was shared wrongly, published too early,
-evicted while in use or never written is found in the step that reads it. The next token is a function of the fingerprint
-alone, so a request's output does not depend on how it was scheduled: `generate` says what it must be.
+evicted while in use or never written is found in the step that reads it. The next token is a function of the
+fingerprint alone, so a request's output does not depend on how it was scheduled: `generate` says what it must be.
 """
 
 from __future__ import annotations

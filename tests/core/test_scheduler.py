@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise a test. The random histories in test_scheduler_machine.py look for the rest."""
+"""What the scheduler promises, one promise a test. test_scheduler_machine.py looks for the rest, at random."""
 
 from __future__ import annotations
 
@@ -128,25 +128,28 @@ def test_preemption_takes_the_lowest_priority_then_the_newest_and_never_the_olde
 
 def test_a_victim_that_was_served_in_this_step_is_taken_out_of_it():
     """Two blocks are needed and one is left; the newer is served first and must give it to the older."""
-    run = Run(config(num_blocks=3))
-    for name in ("older", "newer"):
-        run.add(request(name, [ord(name[0]) % 5 + 1] * 4, max_tokens=8))
-    run.step()
+    run = Run(config(num_blocks=5))
+    requests = [request("older", [1, 2, 3, 4], max_tokens=8), request("newer", [5, 6, 7, 8], max_tokens=8)]
+    for one in requests:
+        run.add(one)
+    for _ in range(5):
+        run.step()
     run.scheduler.running = dict(reversed(run.scheduler.running.items()))
     run.step()
-    assert chunks(run.plans[-1]) == {0: (4, 5)}
+    assert chunks(run.plans[-1]) == {0: (8, 9)}
     run.finish()
-    assert run.outputs()["newer"] == generate(request("newer", [ord("n") % 5 + 1] * 4, max_tokens=8), 12)
+    assert run.outputs() == {one.id: generate(one, 20) for one in requests}
 
 
 def test_nobody_is_admitted_into_blocks_that_running_ones_need_next():
-    """One block is free and the running sequence needs it for its next token: admission would preempt at once."""
-    run = Run(config(num_blocks=2))
-    run.add(request("a", [1] * 4, max_tokens=3))
+    """One block is free and the running prompt needs it for its next token: admission would preempt at once."""
+    run = Run(config(num_blocks=3, token_budget=5, max_running=2))
+    run.add(request("a", [1] * 8, max_tokens=3))
     run.step()
-    run.add(request("b", [2] * 3, max_tokens=3))
+    run.add(request("b", [2] * 2, max_tokens=2))
     run.finish()
     assert not [e for e in run.events if isinstance(e, Preempted)]
+    assert [e.request_id for e in run.events if isinstance(e, Finished)] == ["a", "b"]
 
 
 def test_the_pool_can_be_filled_to_the_last_block():

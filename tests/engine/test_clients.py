@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 from tests.core.fakes import generate
@@ -132,10 +133,9 @@ async def test_a_killed_engine_process_ends_every_request():
     stream = client.submit(request("a", max_tokens=100))
     await anext(stream)
     os.kill(client.pid, signal.SIGKILL)
-    with pytest.raises(EngineDead, match="killed by signal 9"):
-        async with asyncio.timeout(5):
-            async for _ in stream:
-                pass
+    async with asyncio.timeout(5):
+        with pytest.raises(EngineDead, match="killed by signal 9"):
+            [event async for event in stream]
     await client.close()
 
 
@@ -190,7 +190,7 @@ if __name__ == "__main__":
         except ProcessLookupError:
             return
         with contextlib.suppress(OSError):
-            if "Z" in open(f"/proc/{pid}/stat").read().split()[2]:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
                 return
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,228 @@
+"""`pellucid serve` as a user runs it: the real command, the real model, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tests.default_model import REASON, default_model_path
+
+from pellucid.core.input_log import replay
+from pellucid.core.scheduler import Scheduler
+
+SOURCE = Path(__file__).parent.parent / "src"
+KV_MIB = 128
+
+
+@dataclass
+class Server:
+    process: psutil.Popen
+    url: str
+    input_log: Path
+    name: str = ""
+
+    def post(self, path: str, **body) -> dict:
+        reply = httpx.post(self.url + path, json={"model": self.name, "temperature": 0} | body, timeout=120)
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(self.url + "/metrics").text
+        found = [line for line in text.splitlines() if line.startswith(name + " ")]
+        assert found, f"no metric {name}"
+        return float(found[0].rsplit(" ", 1)[1])
+
+    def engine(self) -> psutil.Process:
+        """The process that computes: the child that holds the most memory."""
+        return max(self.process.children(recursive=True), key=lambda child: child.memory_info().rss)
+
+    def wait_idle(self) -> None:
+        for _ in range(400):
+            if self.metric("pellucid_running") == self.metric('pellucid_blocks{state="active"}') == 0:
+                return
+            time.sleep(0.05)
+        raise AssertionError("blocks are still held:\n" + httpx.get(self.url + "/metrics").text)
+
+
+def start(directory: Path, *flags: str) -> Server:
+    path = default_model_path()
+    if path is None:
+        pytest.skip(REASON)
+    log = directory / "input.jsonl"
+    command = [sys.executable, "-m", "pellucid", "serve", str(path), "--port", "0", "--input-log", str(log), *flags]
+    process = psutil.Popen(
+        command, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"), text=True, env=_environment()
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().strip()
+    assert url.startswith("http://"), (directory / "stderr").read_text()
+    server = Server(process, url, log)
+    server.name = httpx.get(url + "/v1/models").json()["data"][0]["id"]
+    return server
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(SOURCE), *sys.path])}
+
+
+def stop(server: Server) -> int:
+    if server.process.is_running():
+        server.process.send_signal(signal.SIGINT)
+    return server.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    server = start(tmp_path_factory.mktemp("serve"), "--kv-memory", f"{KV_MIB}MiB")
+    yield server
+    stop(server)
+
+
+def test_the_capital_of_france(server):
+    question = {"role": "user", "content": "What is the capital of France?"}
+    reply = server.post("/v1/chat/completions", messages=[question])
+    assert "Paris" in reply["choices"][0]["message"]["content"]
+    assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_second_identical_prompt_comes_from_the_cache(server):
+    prompt = [1000 + 7 * i % 30_000 for i in range(1500)]
+    usages = [server.post("/v1/completions", prompt=prompt, max_tokens=2)["usage"] for _ in range(2)]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, 1488]
+    assert usages[0]["prompt_tokens"] == 1500
+
+
+def test_the_example_with_the_official_client(server):
+    example = SOURCE.parent / "examples" / "openai_client.py"
+    command = [sys.executable, str(example), server.url + "/v1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "Paris" in done.stdout, done.stderr
+
+
+def test_the_http_process_has_loaded_no_torch(server):
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libtorch" not in maps
+    assert "libtorch" in Path(f"/proc/{server.engine().pid}/maps").read_text()
+
+
+def test_text_comes_whole_whatever_the_language(server):
+    """Every chunk is valid UTF-8 by itself, and the chunks are the text."""
+    prompt = "北京是中国的首都。🙂 é (e + ◌́): é. 北京是中国的首都。🙂 é"
+    body = {"model": server.name, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    whole = server.post("/v1/completions", prompt=prompt, max_tokens=24, ignore_eos=True)["choices"][0]["text"]
+    pieces = []
+    with httpx.stream("POST", server.url + "/v1/completions", json=body | {"stream": True}, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                choices = json.loads(line[6:])["choices"]
+                pieces += [choice["text"] for choice in choices]
+    assert "".join(pieces) == whole
+    assert not any("\ufffd" in piece for piece in pieces[:-1])
+
+
+async def _stream(client: httpx.AsyncClient, server: Server, prompt, max_tokens: int, leave_after: int | None = None):
+    """Read a stream, or hang up after some chunks (0: as soon as the request is sent)."""
+    body = {"model": server.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    count = 0
+    try:
+        async with client.stream("POST", server.url + "/v1/completions", json=body) as reply:
+            assert reply.status_code == 200
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line[6:])
+                    if chunk.get("usage"):
+                        return chunk["usage"]["completion_tokens"]
+                    count += 1
+                    if leave_after is not None and count >= leave_after:
+                        return None
+    except httpx.ReadTimeout:
+        assert leave_after == 0
+    return None
+
+
+async def test_64_streams_at_once(server):
+    """All complete, memory grows by no more than the KV pool (which is touched when it is used), and all blocks return."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
+        await _stream(client, server, [5] * 30, 8)
+        before = server.engine().memory_info().rss
+        counts = await asyncio.gather(
+            *(_stream(client, server, [100 + i] * (20 + i), 12) for i in range(64)), return_exceptions=True
+        )
+        after = server.engine().memory_info().rss
+    assert counts == [12] * 64
+    assert after - before < KV_MIB + 64 << 20, f"resident memory grew from {before >> 20} to {after >> 20} MiB"
+    server.wait_idle()
+
+
+async def test_clients_that_hang_up_leave_nothing_behind(server):
+    """In the queue, while the prompt is read, and while tokens come."""
+    long = [2000 + 3 * i % 20_000 for i in range(2000)]
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        brief = httpx.AsyncClient(timeout=httpx.Timeout(60, read=0.05), limits=httpx.Limits(max_connections=None))
+        async with brief:
+            decoding = [_stream(client, server, [300 + i] * 20, 400, leave_after=3) for i in range(6)]
+            reading = [_stream(brief, server, [i, *long], 50, leave_after=0) for i in range(6)]
+            waiting = [_stream(brief, server, [i, 7, *long], 50, leave_after=0) for i in range(6)]
+            await asyncio.gather(*decoding, *reading, *waiting)
+    server.wait_idle()
+
+
+def test_a_run_replays_to_the_same_plans_without_torch(tmp_path):
+    server = start(tmp_path, "--kv-memory", "16MiB", "--token-budget", "64")
+    try:
+        for i in range(3):
+            server.post("/v1/completions", prompt=[[9, i] * 60, [9, i] * 60, [4] * 150], max_tokens=6, ignore_eos=True)
+    finally:
+        assert stop(server) == 0
+    decisions = list(replay(map(json.loads, server.input_log.open()), Scheduler))
+    assert len(decisions) > 20
+    assert all(decision.recorded == decision.replayed for decision in decisions)
+    assert not psutil.pid_exists(server.process.pid) or server.process.status() == psutil.STATUS_ZOMBIE
+    command = [sys.executable, "-X", "importtime", "-m", "pellucid", "replay", str(server.input_log)]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment())
+    assert "all as recorded" in done.stdout
+    assert "| torch" not in done.stderr
+
+
+def test_when_the_engine_dies_everyone_is_told(tmp_path):
+    server = start(tmp_path, "--kv-memory", "16MiB")
+    try:
+        body = {"model": server.name, "prompt": "Once", "max_tokens": 500, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            next(lines)
+            server.engine().kill()
+            rest = [line for line in lines if line]
+        assert "killed by signal 9" in "".join(rest)
+        health = httpx.get(server.url + "/health")
+        assert health.status_code == 503
+        assert "killed by signal 9" in health.text
+        assert httpx.get(server.url + "/health/live").status_code == 503
+        reply = httpx.post(server.url + "/v1/completions", json=body | {"stream": False})
+        assert reply.status_code == 503
+    finally:
+        stop(server)
+
+
+def test_a_port_in_use_is_said_before_anything_is_loaded(server):
+    port = server.url.rsplit(":", 1)[1]
+    path = default_model_path()
+    command = [sys.executable, "-m", "pellucid", "serve", str(path), "--port", port]
+    done = subprocess.run(command, capture_output=True, text=True, env=_environment(), timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"port {port}" in done.stderr
+    assert "--port" in done.stderr

@@ -153,7 +153,7 @@ async def _stream(client: httpx.AsyncClient, server: Server, prompt, max_tokens:
 
 
 async def test_64_streams_at_once(server):
-    """All complete, memory grows by no more than the KV pool (which is touched when it is used), and all blocks return."""
+    """All complete, memory grows by no more than the KV pool (touched when used), and all blocks return."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=120, limits=limits) as client:
         await _stream(client, server, [5] * 30, 8)

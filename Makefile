@@ -56,6 +56,6 @@ $(VENV)/.installed: $(VENV)/bin/python $(BUILD_INPUTS)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/bin/python $(BUILD_INPUTS)
 	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[test]'
-	@touch $@
+	@touch $(VENV)/.installed $@

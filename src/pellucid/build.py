@@ -9,6 +9,7 @@ hand `build_engine` to the engine's own process.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable
@@ -134,6 +135,9 @@ def build_engine(
 ) -> Engine:
     """An engine with the real executor over the model at `path`. Loads torch and the weights; reports to `progress`."""
     progress("loading PyTorch")
+    # OpenMP threads that spin at each barrier lose whole time slices where something else wants the cores: a step of
+    # 30 ms was seen to take over a second. Read by OpenMP when it is loaded; a user's own choice stands.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from pellucid.runtime.executor import load_executor
 
     def loaded(done: int, total: int) -> None:

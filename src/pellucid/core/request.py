@@ -6,7 +6,7 @@ Requests are what a trace stores and the input log records, so everything here c
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pellucid.core.errors import ConfigError
@@ -75,21 +75,11 @@ class Request:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready dict; fields at their default are left out. `from_json` reads it back to an equal request."""
-        sampling = {k: getattr(self.sampling, k) for k in SamplingParams.__dataclass_fields__}
-        defaults = SamplingParams()
-        row: dict[str, Any] = {
-            "id": self.id,
-            "prompt": list(self.prompt),
-            "sampling": {k: v for k, v in sampling.items() if v != getattr(defaults, k)},
-            "arrival": self.arrival,
-            "tenant": self.tenant,
-            "priority": self.priority,
-            "deadline": self.deadline,
-            "cache_key": self.cache_key.hex(),
-            "match_limit": self.match_limit,
-            "block_keys": None if self.block_keys is None else list(self.block_keys),
-        }
-        return {k: v for k, v in row.items() if v not in ("", None, 0, {})}
+        row: dict[str, Any] = {"id": self.id, "prompt": list(self.prompt), "sampling": _changed(self.sampling)}
+        row |= _changed(self, leave_out=("id", "prompt", "sampling"))
+        if self.cache_key:
+            row["cache_key"] = self.cache_key.hex()
+        return row
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Request:
@@ -110,3 +100,10 @@ class Request:
             match_limit=row.get("match_limit"),
             block_keys=None if keys is None else tuple(keys),
         )
+
+
+def _changed(value: Any, leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a dataclass that are not at their default, tuples as lists."""
+    chosen = [field for field in fields(value) if field.name not in leave_out]
+    items = {field.name: getattr(value, field.name) for field in chosen if getattr(value, field.name) != field.default}
+    return {name: list(item) if isinstance(item, tuple) else item for name, item in items.items()}

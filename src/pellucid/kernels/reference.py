@@ -90,16 +90,16 @@ def linear_add_(x: Tensor, y: Tensor, weight: DenseWeight) -> Tensor:
 
 
 def logits(x: Tensor, weight: DenseWeight) -> Tensor:
-    """x @ W^T in float32, whatever the dtype of x `[R, C]` -> `[R, V]`.
+    """x @ W^T in float32, whatever the dtype of x. x: `[R, C]` -> `[R, V]`; a head has no bias.
 
     A bfloat16 product rounds its result to 8 bits, which costs a logit of 16 up to 0.06. So the product is taken a
     second time with the rounded result subtracted in the accumulator: what comes out is the rounding error, small
     enough to survive its own rounding.
     """
-    rounded = F.linear(x, weight.matrix, weight.bias)
+    rounded = F.linear(x, weight.matrix)
     if rounded.dtype == torch.float32:
         return rounded
-    error = torch.addmm(rounded.neg() if weight.bias is None else weight.bias - rounded, x, weight.matrix.t())
+    error = torch.addmm(rounded.neg(), x, weight.matrix.t())
     return rounded.float().add_(error)
 
 

@@ -198,10 +198,16 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
             raise ModelError(f"{file.path}: the header has no {architecture}.{key}")
         return found
 
+    def integer(key: str, default: Any = None) -> int:
+        found = value(key, default)
+        if not isinstance(found, int):
+            raise ModelError(f"{file.path}: {architecture}.{key} is {found!r}; one integer is needed")
+        return found
+
     if value("expert_count", 0):
         raise ModelError(f"{file.path}: {value('expert_count')} experts (mixture of experts) are not supported")
-    heads, hidden = int(value("attention.head_count")), int(value("embedding_length"))
-    head_dim = int(value("attention.key_length", hidden // heads))
+    heads, hidden = integer("attention.head_count"), integer("embedding_length")
+    head_dim = integer("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if int(value(key, head_dim)) != head_dim:
             raise ModelError(
@@ -213,12 +219,12 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
         architecture=architecture,
         vocab_size=file.tensors["token_embd.weight"].shape[0],
         hidden_size=hidden,
-        intermediate_size=int(value("feed_forward_length")),
-        num_layers=int(value("block_count")),
+        intermediate_size=integer("feed_forward_length"),
+        num_layers=integer("block_count"),
         num_heads=heads,
-        num_kv_heads=int(value("attention.head_count_kv", heads)),
+        num_kv_heads=integer("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_context=int(value("context_length")),
+        max_context=integer("context_length"),
         norm_eps=float(value("attention.layer_norm_rms_epsilon")),
         rope_theta=float(value("rope.freq_base", 10000.0)),
         rope_factors=_rope_from_gguf(file, architecture, head_dim),
@@ -231,7 +237,7 @@ def config_from_gguf(file: GgufFile) -> ModelConfig:
 
 
 def llama3_rope_factors(
-    *, theta: float, head_dim: int, factor: float, low: float, high: float, original: int
+    *, theta: float, head_dim: int, factor: float, low: float, high: float, original: float
 ) -> tuple[float, ...]:
     """Llama 3.1's frequency scaling as divisors, one per pair of dimensions.
 
@@ -254,18 +260,24 @@ def _rope_from_dict(row: Mapping[str, Any], head_dim: int) -> tuple[float, tuple
     if (scaling.get("partial_rotary_factor") or row.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelError("partial_rotary_factor below 1 is not supported")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+
+    def number(key: str) -> float:
+        if not isinstance(scaling.get(key), (int, float)):
+            raise ModelError(f"rope scaling {kind!r} has {key} {scaling.get(key)!r}; a number is needed")
+        return float(scaling[key])
+
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, (float(scaling["factor"]),) * (head_dim // 2)
+        return theta, (number("factor"),) * (head_dim // 2)
     if kind == "llama3":
         factors = llama3_rope_factors(
             theta=theta,
             head_dim=head_dim,
-            factor=float(scaling["factor"]),
-            low=float(scaling["low_freq_factor"]),
-            high=float(scaling["high_freq_factor"]),
-            original=int(scaling["original_max_position_embeddings"]),
+            factor=number("factor"),
+            low=number("low_freq_factor"),
+            high=number("high_freq_factor"),
+            original=number("original_max_position_embeddings"),
         )
         return theta, factors
     raise ModelError(f"rope scaling {kind!r} is not supported; supported are default, linear, llama3")
@@ -290,7 +302,8 @@ def _gguf_eos(file: GgufFile) -> tuple[int, ...]:
     """End tokens that the header declares, and the vocabulary's end-of-turn tokens, which some headers forget."""
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
     declared = [file.metadata[f"tokenizer.ggml.{key}"] for key in keys if f"tokenizer.ggml.{key}" in file.metadata]
-    found = file.find_strings("tokenizer.ggml.tokens", END_OF_TURN)
+    tokens = file.metadata.get("tokenizer.ggml.tokens") or ()
+    found = [i for i, token in enumerate(tokens) if token in END_OF_TURN]
     return tuple(dict.fromkeys(int(i) for i in [*declared, *found]))
 
 

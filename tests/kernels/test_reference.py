@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels import oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.core.errors import ConfigError
 from pellucid.kernels import Kernels, select
 from pellucid.kernels.reference import DenseWeight, rope_table
-from tests.kernels import oracle
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Callable[[], Kernels]] = {
@@ -83,7 +83,7 @@ def test_attention_and_writes(ops: Kernels, case: Case) -> None:
         return torch.randn(*shape, generator=generator).to(case.dtype)
 
     layout = oracle.layout_of(case.chunks, case.tables, case.block_size)
-    rows = layout.num_rows + -layout.num_rows % ops.row_tile
+    rows = ops.padded_rows(layout.num_rows, case.dtype)
     cache = [random(case.num_blocks, case.num_kv_heads, case.block_size, case.head_dim) for _ in range(2)]
     new = [random(rows, case.num_kv_heads, case.head_dim) for _ in range(2)]
     queries = random(rows, case.num_kv_heads * case.shared, case.head_dim)
@@ -112,7 +112,7 @@ def test_attention_in_pieces(ops: Kernels) -> None:
     tables = [[order.pop() for _ in range(count)] for count in counts]
     layout = oracle.layout_of(chunks, tables, 16)
     keys, values = torch.randn(2, sum(counts), 1, 16, 8).unbind()
-    queries = torch.randn(layout.num_rows + -layout.num_rows % ops.row_tile, 2, 8)
+    queries = torch.randn(ops.padded_rows(layout.num_rows, torch.float32), 2, 8)
     attended = ops.attention(queries, keys, values, ops.plan_attention(layout, 1, torch.float32, CPU))
     for i, (start, end) in enumerate(chunks):
         for position in {start, (start + end) // 2, end - 1}:
@@ -146,7 +146,13 @@ def test_rope_factors_divide_frequencies() -> None:
 
 
 @MODEST
-@given(rows=st.integers(1, 70), width=st.integers(1, 50), out=st.integers(1, 40), bias=st.booleans(), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(1, 70),
+    width=st.integers(1, 50),
+    out=st.integers(1, 40),
+    bias=st.booleans(),
+    seed=st.integers(0, 9),
+)
 def test_rowwise_operations(ops: Kernels, rows: int, width: int, out: int, bias: bool, seed: int) -> None:
     """Linear maps, norm, activation against float64, across the edges of row tiles."""
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +169,7 @@ def test_rowwise_operations(ops: Kernels, rows: int, width: int, out: int, bias:
         torch.testing.assert_close(residual.double(), added, rtol=1e-4, atol=1e-4)
     scale = torch.rand(width, generator=generator)
     normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * scale.double()
-    torch.testing.assert_close(ops.rms_norm(x, scale, 1e-5).double(), normed, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ops.rms_norm(x, scale, 1e-5, torch.float32).double(), normed, rtol=1e-4, atol=1e-5)
     pair = torch.randn(rows, 2 * width, generator=generator)
     gate, up = pair.double().chunk(2, -1)
     torch.testing.assert_close(ops.silu_mul(pair).double(), gate / (1 + (-gate).exp()) * up, rtol=1e-4, atol=1e-5)
@@ -179,7 +185,12 @@ def test_logits_are_float32_however_narrow_the_weights(ops: Kernels) -> None:
 
 
 @MODEST
-@given(width=st.integers(1, 700), zeros=st.integers(0, 600), chance=st.floats(0, 1, exclude_max=True), seed=st.integers(0, 99))
+@given(
+    width=st.integers(1, 700),
+    zeros=st.integers(0, 600),
+    chance=st.floats(0, 1, exclude_max=True),
+    seed=st.integers(0, 99),
+)
 def test_pick_inverts_the_cumulative_sum(ops: Kernels, width: int, zeros: int, chance: float, seed: int) -> None:
     """The chosen column holds the target inside its share of the sum, and never has weight zero."""
     weights = np.random.default_rng(seed).random(width + zeros).astype(np.float32) + np.float32(1e-3)
@@ -225,7 +236,9 @@ def test_model_operations_stay_on_their_device() -> None:
     x, cache = torch.empty(layout.num_rows, 24, device=meta), torch.empty(2, 8, 2, 4, 8, device=meta)
     square = DenseWeight(torch.empty(24, 24, device=meta))
     with EveryTensorOn("meta") as watch:
-        hidden = ops.rms_norm(ops.embedding(torch.zeros(11, dtype=torch.long, device=meta), x), x[0], 1e-5)
+        hidden = ops.rms_norm(
+            ops.embedding(torch.zeros(11, dtype=torch.long, device=meta), x), x[0], 1e-5, torch.float32
+        )
         heads = ops.rotate(ops.linear(hidden, square).view(11, 3, 8), *(part[:11] for part in table))
         ops.write_kv(heads[:, :2], heads[:, :2], *cache, plan)
         attended = ops.attention(torch.empty(11, 4, 8, device=meta), *cache, plan)
@@ -235,6 +248,14 @@ def test_model_operations_stay_on_their_device() -> None:
         kept, _ = ops.top_candidates(ops.scaled_softmax(scores, torch.ones(11, device=meta)), 3)
         ops.pick(kept, torch.zeros(11, dtype=torch.float64, device=meta))
     assert watch.count > 40
+
+
+def test_padded_rows_are_few_sizes(ops: Kernels) -> None:
+    """In bfloat16: never fewer rows than asked, at most a quarter or a tile more, and few distinct sizes."""
+    sizes = {n: ops.padded_rows(n, torch.bfloat16) for n in range(1025)}
+    assert sizes[0] == 0
+    assert all(n <= size <= max(n * 1.25, n + 31) for n, size in sizes.items())
+    assert len(set(sizes.values())) <= 34
 
 
 def test_unknown_isa_is_refused() -> None:

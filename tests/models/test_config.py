@@ -104,7 +104,7 @@ def test_llama3_scaling_equals_transformers() -> None:
 def test_context_limits() -> None:
     config = config_from_dict({**LLAMA, "architectures": ["MistralForCausalLM"], "sliding_window": 1024})
     config.check_context(1024)
-    with pytest.raises(ModelError, match="sliding window of 1024 tokens.*--max-context 1024"):
+    with pytest.raises(ModelError, match=r"sliding window of 1024 tokens.*--max-context 1024"):
         config.check_context(1025)
     with pytest.raises(ModelError, match="exceeds the model's 4096"):
         config.check_context(4097)

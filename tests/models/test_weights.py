@@ -12,6 +12,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quants
 from safetensors.torch import load_file, save_file
+from tests.runtime.driver import Driver
+from tests.runtime.tiny_models import build, reference_tokens
 
 from pellucid.core.errors import ModelError
 from pellucid.kernels import select
@@ -20,8 +22,6 @@ from pellucid.models.weights.gguf import GgufFile
 from pellucid.models.weights.gguf_source import GgufTensor, interleaved_rows
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.executor import load_executor
-from tests.runtime.driver import Driver
-from tests.runtime.tiny_models import build, reference_tokens
 
 CPU = torch.device("cpu")
 # Not in quants.quantize, or integer types that hold no weights.
@@ -149,7 +149,9 @@ def write_gguf(path: Path, model: Any, storage: str) -> None:
             continue
         rows = quants.quantize(values, kind)
         parameter.data.copy_(torch.from_numpy(np.array(quants.dequantize(rows, kind))))
-        writer.add_tensor(stored, interleave(rows, head_dim) if "_q." in stored or "_k." in stored else rows, raw_dtype=kind)
+        writer.add_tensor(
+            stored, interleave(rows, head_dim) if "_q." in stored or "_k." in stored else rows, raw_dtype=kind
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -50,16 +50,16 @@ class Kernels:
     """One callable per operation; `reference.py` documents each with its shapes.
 
     `plan_attention`, `write_kv` and `attention` belong together (the plan is theirs alone), as do `pack`, `pack_table`
-    and the three that take what those return (`linear`, `linear_add_`, `logits`). The rows of a batch are padded to a
-    multiple of `row_tile`, which is 1 unless results must not depend on the batch.
+    and the three that take what those return (`linear`, `linear_add_`, `logits`). A batch of some number of
+    rows is padded to `padded_rows` of it, and so are the rows that sample.
     """
 
     name: str
-    row_tile: int
+    padded_rows: Callable[[int, torch.dtype], int]
     pack: Callable[[Sequence[StoredTensor], Sequence[StoredTensor], torch.dtype, torch.device], Any]
     pack_table: Callable[[Tensor], Any]
     embedding: Callable[[Tensor, Tensor], Tensor]
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rms_norm: Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
     linear: Callable[[Tensor, Any], Tensor]
     linear_add_: Callable[[Tensor, Tensor, Any], Tensor]
     rotate: Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -40,7 +40,7 @@ def kernels() -> Kernels:
     return replace(
         reference.kernels(),
         name="plain PyTorch, deterministic",
-        row_tile=ROW_TILE,
+        padded_rows=padded_rows,
         rms_norm=rms_norm,
         linear=linear,
         linear_add_=linear_add_,
@@ -50,6 +50,11 @@ def kernels() -> Kernels:
         attention=attention,
         logits=logits,
     )
+
+
+def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """The next multiple of ROW_TILE."""
+    return -(-num_rows // ROW_TILE) * ROW_TILE
 
 
 def by_tiles(operation: Callable[..., Tensor], *rows: Tensor) -> Tensor:
@@ -62,9 +67,9 @@ def by_tiles(operation: Callable[..., Tensor], *rows: Tensor) -> Tensor:
     return torch.cat(tiles)[:num_rows]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.rms_norm`, by tiles. Heads count as rows: x may be `[T, C]` or `[T, heads, D]`."""
-    return by_tiles(lambda tile: reference.rms_norm(tile, weight, eps), x)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """`reference.rms_norm`, by tiles of x `[T, C]` or `[T, heads, D]`."""
+    return by_tiles(lambda tile: reference.rms_norm(tile, weight, eps, dtype), x)
 
 
 def linear(x: Tensor, weight: DenseWeight) -> Tensor:

@@ -1,8 +1,10 @@
 """Every operation in plain PyTorch: the oracle that native kernels are compared with, and what serves without them.
 
 Invariants: no operation asks the device for a value (`.item()`, `.numpy()`), every tensor it makes lives where its
-inputs live, and none modifies an input unless its name ends in an underscore or says write. bfloat16 inputs are
-accumulated in float32. Sizes in shapes are named in the package's docstring (T rows, H and G heads, D head dimension).
+inputs live, and none modifies an input unless its name ends in an underscore or says write. bfloat16 products are
+accumulated in float32. The residual stream x, to which every layer adds, is float32 whatever the compute dtype: kept in
+bfloat16 it is rounded twice a layer, which made the log-probabilities of a 30-layer model half as wrong again. Sizes in
+shapes are named in the package's docstring (T rows, H and G heads, D head dimension).
 
 The cache of a layer is two tensors, keys and values, each `[blocks, G, block_size, D]`: for one head, the tokens of a
 block lie together. `runtime/kv_store.py` says why.
@@ -32,7 +34,7 @@ def kernels() -> Kernels:
     """The record of everything below."""
     return Kernels(
         name="plain PyTorch",
-        row_tile=1,
+        padded_rows=padded_rows,
         pack=pack,
         pack_table=DenseWeight,
         embedding=embedding,
@@ -50,6 +52,19 @@ def kernels() -> Kernels:
         top_candidates=top_candidates,
         pick=pick,
     )
+
+
+def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
+    """How many rows a batch of `num_rows` is computed with.
+
+    PyTorch compiles a bfloat16 product anew for every number of rows and keeps what it compiled: about 0.6 MB for each
+    shape of weight. So rows come in few sizes: 1, 2, 4, multiples of 8 up to 64, then steps of an eighth to a quarter.
+    Up to 64 rows the padding costs nothing, since reading the weights takes the time. float32 needs none of this.
+    """
+    if dtype == torch.float32 or num_rows <= 2:
+        return num_rows
+    step = 4 if num_rows <= 4 else max(8, 1 << (num_rows - 1).bit_length() - 3)
+    return -(-num_rows // step) * step
 
 
 # --- linear maps -----------------------------------------------------------------------------------------------------
@@ -85,8 +100,10 @@ def linear(x: Tensor, weight: DenseWeight) -> Tensor:
 
 
 def linear_add_(x: Tensor, y: Tensor, weight: DenseWeight) -> Tensor:
-    """x += y @ W^T, in place: the residual add rides on the product. x: `[T, out]`, y: `[T, in]`; returns x."""
-    return x.addmm_(y, weight.matrix.t())
+    """x += y @ W^T, in place. x: `[T, out]`, float32; y: `[T, in]`, compute dtype; returns x."""
+    if y.dtype == x.dtype:
+        return x.addmm_(y, weight.matrix.t())
+    return x.add_(F.linear(y, weight.matrix))
 
 
 def logits(x: Tensor, weight: DenseWeight) -> Tensor:
@@ -107,13 +124,14 @@ def logits(x: Tensor, weight: DenseWeight) -> Tensor:
 
 
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    """Rows of `table` `[V, C]` by `token_ids` `[T]` -> `[T, C]`."""
-    return F.embedding(token_ids, table)
+    """Rows of `table` `[V, C]` by `token_ids` `[T]` -> `[T, C]`, float32: the beginning of the residual stream."""
+    return F.embedding(token_ids, table).float()
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, squares summed in float32 (arXiv 1910.07467)."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467), in float32, returned in `dtype`.
+    The weight is float32."""
+    return F.rms_norm(x.float(), weight.shape, weight, eps).to(dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -166,12 +184,11 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Consecutive rows [row_start, row_end) of one sequence, whose last row is position `end` - 1. `blocks` gathers
-    `[G x n]` pieces; `mask` `[rows, end]` hides the future, None where the rows start at position 0 (plain causal)."""
+    """Consecutive rows [row_start, row_end) of one sequence. `blocks` gathers `[G x n]` pieces; `mask`
+    `[rows, n x block_size]` hides the future, None where the rows start at position 0 (plain causal)."""
 
     row_start: int
     row_end: int
-    end: int
     blocks: Tensor
     mask: Tensor | None
 
@@ -240,13 +257,15 @@ def write_kv(keys: Tensor, values: Tensor, cache_keys: Tensor, cache_values: Ten
 def attention(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: AttentionPlan) -> Tensor:
     """softmax(q k^T / sqrt(D)) v, causal, each row over its own sequence's cache. queries `[T, H, D]` -> `[T, H x D]`.
 
-    Query head h reads KV head h // (H / G). The step's own keys and values must have been written before.
+    Query head h reads KV head h // (H / G). The step's own keys and values must have been written before. Rows that pad
+    the batch come out as zeros.
     """
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+    out[plan.num_rows :] = 0
     for group in plan.decodes:
         attended = _attend_decodes(queries, cache_keys, cache_values, group)
         if group.rows is None:
-            out = attended
+            out[: plan.num_rows] = attended
         else:
             out.index_copy_(0, group.rows, attended)
     for piece in plan.chunks:
@@ -256,7 +275,7 @@ def attention(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: A
 
 def _attend_decodes(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, group: Decodes) -> Tensor:
     """One row per sequence: the H / G query heads that share a KV head stand as its query rows. -> `[B, H, D]`."""
-    rows = queries if group.rows is None else queries.index_select(0, group.rows)
+    rows = queries[: group.num_sequences] if group.rows is None else queries.index_select(0, group.rows)
     keys = gather(cache_keys, group.blocks, group.num_sequences)
     values = gather(cache_values, group.blocks, group.num_sequences)
     grouped = rows.reshape(group.num_sequences, keys.shape[1], -1, rows.shape[-1])
@@ -271,8 +290,7 @@ def _attend_chunk(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, pie
     shared = num_heads // num_kv_heads
     grouped = rows.view(num_rows, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     keys, values = (
-        gather(cache, piece.blocks, 1)[0, :, None, : piece.end].expand(-1, shared, -1, -1)
-        for cache in (cache_keys, cache_values)
+        gather(cache, piece.blocks, 1)[0, :, None].expand(-1, shared, -1, -1) for cache in (cache_keys, cache_values)
     )
     attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=piece.mask, is_causal=piece.mask is None)
     return attended.permute(2, 0, 1, 3).reshape(rows.shape)
@@ -326,10 +344,10 @@ def _plan_chunk(
         mask = None
         if start > 0:
             assert band is not None
-            shift = band.shape[1] - band.shape[0] - first
-            mask = band[: last - first, shift : shift + last]
+            shift = band.shape[1] - band.shape[0] - layout.block_size - first
+            mask = band[: last - first, shift : shift + table.shape[1] * layout.block_size]
         pieces.append(
-            ChunkRows(row + first - start, row + last - start, last, block_pieces(table, num_kv_heads, device), mask)
+            ChunkRows(row + first - start, row + last - start, block_pieces(table, num_kv_heads, device), mask)
         )
     return pieces
 
@@ -337,7 +355,7 @@ def _plan_chunk(
 def _causal_band(
     layout: BatchLayout, longer: npt.NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """One strip `[rows, context + rows]` of which the causal mask of every piece of this step is a view.
+    """One strip `[rows, context + rows + block_size]` of which the causal mask of every piece of this step is a view.
 
     Row i of the strip hides columns beyond `context + i`; a piece that starts at position p takes the columns from
     `context - p` on, so that its row i hides positions beyond p + i.
@@ -347,7 +365,7 @@ def _causal_band(
         return None
     rows = int(min(_CHUNK_ROWS, (layout.ends - layout.starts)[later].max()))
     context = int(layout.ends[later].max())
-    band = torch.zeros((rows, context + rows), dtype=dtype, device=device)
+    band = torch.zeros((rows, context + rows + layout.block_size), dtype=dtype, device=device)
     return band.masked_fill_(torch.ones_like(band, dtype=torch.bool).triu_(context + 1), -torch.inf)
 
 

@@ -4,6 +4,7 @@
     for each layer:   x = x + Attention(norm(x));   x = x + FeedForward(norm(x))
     logits = Head(norm(x[rows that sample]))
 
+The residual stream x is float32; what is multiplied with weights is in the compute dtype, that of the embedding table.
 All sequences of a step lie in one flat batch of T rows without padding; only attention knows where one ends and the
 next begins. Invariants: no gradient, no branch on data, and nothing leaves the device before the logits.
 """
@@ -55,14 +56,14 @@ class Decoder:
 
     def forward(self, batch: DecoderInput, cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute the step, writing keys and values to `cache` (a pair per layer). Returns logits `[R, V]`, float32."""
-        ops, eps = self.kernels, self.config.norm_eps
+        ops = self.kernels
         cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
         x = ops.embedding(batch.token_ids, self.weights.embedding)
         for layer, layer_cache in zip(self.weights.layers, cache):
             x = self._attend(x, layer.attention, (cos, sin), layer_cache, batch.attention)
             x = self._feed_forward(x, layer.feed_forward)
         wanted = x.index_select(0, batch.sample_rows)
-        return ops.logits(ops.rms_norm(wanted, self.weights.norm, eps), self.weights.head)
+        return ops.logits(self._norm(wanted, self.weights.norm), self.weights.head)
 
     def _attend(
         self,
@@ -75,13 +76,12 @@ class Decoder:
         """x + Attention(norm(x)), for x `[T, C]`."""
         ops, config = self.kernels, self.config
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        normed = ops.rms_norm(x, weights.norm, config.norm_eps)
-        qkv = ops.linear(normed, weights.qkv).view(x.shape[0], -1, config.head_dim)
+        qkv = ops.linear(self._norm(x, weights.norm), weights.qkv).view(x.shape[0], -1, config.head_dim)
         queries_keys, values = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
         if weights.query_norm is not None and weights.key_norm is not None:
             queries, keys = torch.split(queries_keys, [heads, kv_heads], dim=1)
-            queries = ops.rms_norm(queries, weights.query_norm, config.norm_eps)
-            keys = ops.rms_norm(keys, weights.key_norm, config.norm_eps)
+            queries = self._norm(queries, weights.query_norm)
+            keys = self._norm(keys, weights.key_norm)
             queries_keys = torch.cat((queries, keys), dim=1)
         queries, keys = torch.split(ops.rotate(queries_keys, *rope), [heads, kv_heads], dim=1)
         ops.write_kv(keys, values, *cache, plan)
@@ -91,8 +91,12 @@ class Decoder:
     def _feed_forward(self, x: Tensor, weights: FeedForwardWeights) -> Tensor:
         """x + Down(silu(Gate(norm(x))) * Up(norm(x))), for x `[T, C]`."""
         ops = self.kernels
-        normed = ops.rms_norm(x, weights.norm, self.config.norm_eps)
-        return ops.linear_add_(x, ops.silu_mul(ops.linear(normed, weights.gate_up)), weights.down)
+        gate_up = ops.linear(self._norm(x, weights.norm), weights.gate_up)
+        return ops.linear_add_(x, ops.silu_mul(gate_up), weights.down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """norm(x) in the compute dtype, over the last dimension."""
+        return self.kernels.rms_norm(x, weight, self.config.norm_eps, self.weights.embedding.dtype)
 
 
 def load_decoder(

@@ -86,8 +86,8 @@ class WeightReader:
         return stored
 
     def vector(self, name: str, size: int) -> Tensor:
-        """A norm's weight, on the device in the compute dtype."""
-        return stack([self.find(name, size)], self._dtype, self._device)
+        """A norm's weight, on the device, float32."""
+        return stack([self.find(name, size)], torch.float32, self._device)
 
     def matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """A matrix that is looked up, not multiplied with."""

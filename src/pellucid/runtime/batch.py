@@ -11,7 +11,7 @@ Both are checked, because a plan that breaks them is a scheduler's bug that must
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,8 +25,8 @@ from pellucid.kernels.layout import BatchLayout
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One step on the host. `token_ids` and `positions` are `[T]`, padded to the kernels' row tile (padding repeats
-    token 0 at position 0); `sample_rows` `[R]` and, for the same rows, the sequences they belong to and the position of
+    """One step on the host. `token_ids` and `positions` are `[T]`, padded as the kernels wish (with token 0 at
+    position 0); `sample_rows` `[R]` and, for the same rows, the sequences they belong to and the position of
     the token that will be sampled."""
 
     layout: BatchLayout
@@ -82,8 +82,9 @@ class SequenceMirror:
             self._tables[line, update.start : end] = update.blocks
             self._num_blocks[line] = end
 
-    def build(self, chunks: Sequence[Chunk], row_tile: int = 1) -> StepBatch:
-        """The flat batch of these chunks. Raises InvariantViolation for a chunk without its tokens or blocks."""
+    def build(self, chunks: Sequence[Chunk], padded_rows: Callable[[int], int]) -> StepBatch:
+        """The flat batch of these chunks, `padded_rows(T)` rows long. Raises InvariantViolation for a chunk whose
+        tokens or blocks are not known."""
         table = np.array([(self._line(c.seq_id), c.start, c.end, c.samples) for c in chunks], dtype=np.int64)
         lines, starts, ends, samples = table.reshape(-1, 4).T
         self._check(chunks, lines, starts, ends)
@@ -103,7 +104,7 @@ class SequenceMirror:
             block_size=self.block_size,
         )
         sampling = np.flatnonzero(samples)
-        padding = (0, -num_rows % row_tile)
+        padding = (0, padded_rows(num_rows) - num_rows)
         return StepBatch(
             layout=layout,
             token_ids=np.pad(self._tokens[row_lines, positions], padding),

@@ -37,11 +37,12 @@ class TorchExecutor:
         self.config = config
         self._decoder = decoder
         self._device = torch.device(config.device)
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._store = KVStore(
             decoder.config.cache_spec(config.element_bytes),
             num_blocks=num_blocks,
             block_size=config.block_size,
-            dtype=getattr(torch, config.dtype),
+            dtype=self._dtype,
             device=self._device,
         )
         self._mirror = SequenceMirror(config.block_size)
@@ -67,10 +68,10 @@ class TorchExecutor:
                 self._store.copy_block(copy.source, copy.target)
             if not plan.chunks:
                 return StepResult(plan.step_id, (), perf_counter() - began)
-            batch = self._mirror.build(plan.chunks, self._decoder.kernels.row_tile)
+            batch = self._mirror.build(plan.chunks, self._padded_rows)
             inputs = self._to_device(batch)
             prepared = perf_counter()
-            logits = self._decoder.forward(inputs, self._store.layers)
+            logits = self._decoder.forward(inputs, self._store.layers)[: len(batch.sample_rows)]
             computed = perf_counter()
             tokens = self._sample(logits, batch)
         ended = perf_counter()
@@ -93,13 +94,16 @@ class TorchExecutor:
 
     def _to_device(self, batch: StepBatch) -> DecoderInput:
         kernels, config = self._decoder.kernels, self._decoder.config
-        plan = kernels.plan_attention(
-            batch.layout, config.num_kv_heads, getattr(torch, self.config.dtype), self._device
-        )
+        plan = kernels.plan_attention(batch.layout, config.num_kv_heads, self._dtype, self._device)
+        num_samples = len(batch.sample_rows)
+        sample_rows = np.pad(batch.sample_rows, (0, self._padded_rows(num_samples) - num_samples))
         token_ids, positions, rows = (
-            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, batch.sample_rows)
+            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, sample_rows)
         )
         return DecoderInput(token_ids, positions, rows, plan)
+
+    def _padded_rows(self, num_rows: int) -> int:
+        return self._decoder.kernels.padded_rows(num_rows, self._dtype)
 
     def _sample(self, logits: torch.Tensor, batch: StepBatch) -> npt.NDArray[np.int64]:
         """Sample and remember the tokens, `[R]` on the host."""

@@ -78,6 +78,7 @@ def shape_from_config(config: Mapping[str, Any], *, name: str, origin: str) -> M
         groups=_groups(fields, family, hidden),
         weights=WeightBytes(0, 0, 0, 0),
         weight_format=stored,
+        head_format=fmt,
         cache_format=fmt,
         max_context=fields.get("max_position_embeddings", default=None),
     )

@@ -1,4 +1,4 @@
-"""Number formats of weights and cache: bytes per element, scales included, and the rate at which a device multiplies them.
+"""Number formats of weights and cache: bytes per element, scales included, and the rate that multiplies them.
 
 Weight-only formats (4-bit groups and the GGUF types) are unpacked and multiplied in 16 bits on every device that has no
 better kernel, so their `compute` is bf16; fp8 and int8 name their own rate.

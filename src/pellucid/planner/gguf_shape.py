@@ -102,7 +102,9 @@ def shape_from_gguf(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry],
         if tensor.name.startswith("blk."):
             stored[_format_of(tensor, origin)] += math.prod(tensor.shape)
     layers = stored.most_common(1)[0][0] if stored else shape.weight_format
-    return replace(shape, weights=_weight_bytes(directory, origin), weight_format=layers)
+    tables = [t for t in directory if t.name in ("token_embd.weight", "output.weight")]
+    head = _format_of(max(tables, key=lambda t: t.name == "output.weight"), origin) if tables else layers
+    return replace(shape, weights=_weight_bytes(directory, origin), weight_format=layers, head_format=head)
 
 
 def _vocab(directory: tuple[TensorEntry, ...]) -> int | None:

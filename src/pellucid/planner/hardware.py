@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import ConfigError
+from pellucid.planner.kernel_rates import KernelRates
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,25 @@ class Overheads:
     sequence_seconds: float = 0.0
 
 
+_RATED_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "fp4")
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Figures that a user states himself: FLOP/s, bytes/s, bytes, bytes/s."""
+
+    flops: float | None = None
+    bandwidth: float | None = None
+    memory: int | None = None
+    link: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One device. `flops`: number format -> dense FLOP/s. `bandwidth`: main memory, bytes/s. `link`: to a peer, one
-    way; `host_link`: to host memory, one way. `all_reduce_seconds`: fixed cost of one all-reduce among peers."""
+    way; `host_link`: to host memory, one way. `all_reduce_seconds`: fixed cost of one all-reduce among peers.
+    `runtime_memory`: what a serving process holds besides tensors. `kernels`: how fast the engine's own kernels were
+    measured to run; with them predictions are of the engine, without them they are the device's ceilings."""
 
     name: str
     title: str
@@ -42,6 +58,8 @@ class Device:
     link_kind: str | None = None
     host_link: float | None = None
     all_reduce_seconds: float | None = None
+    runtime_memory: int | None = None
+    kernels: KernelRates | None = None
     overheads: Overheads = field(default_factory=Overheads)
     sources: tuple[str, ...] = ()
 
@@ -73,24 +91,20 @@ class Device:
         """FLOP/B at which compute and bandwidth take equally long."""
         return self.peak(number_format) / self.need_bandwidth()
 
-    def override(
-        self,
-        *,
-        flops: float | None = None,
-        bandwidth: float | None = None,
-        memory: int | None = None,
-        link: float | None = None,
-    ) -> Device:
-        """The same device with the given figures replaced. `flops` replaces the rate of every number format."""
+    def override(self, given: Overrides) -> Device:
+        """The same device with the given figures in place of its own. A rate replaces that of every number format; a
+        link replaces both that to peers and that to host memory."""
         changed = self
-        if flops is not None:
-            changed = replace(changed, flops=dict.fromkeys(("bf16", "fp16", "fp32", "fp8", "int8", "fp4"), flops))
-        if bandwidth is not None:
-            changed = replace(changed, bandwidth=bandwidth)
-        if memory is not None:
-            changed = replace(changed, memory=memory)
-        if link is not None:
-            changed = replace(changed, link=link)
+        if given.flops is not None:
+            changed = replace(changed, flops=dict.fromkeys(_RATED_FORMATS, given.flops))
+        if given.bandwidth is not None:
+            changed = replace(changed, bandwidth=given.bandwidth)
+        if given.memory is not None:
+            changed = replace(changed, memory=given.memory)
+        if given.link is not None:
+            changed = replace(changed, link=given.link, host_link=given.link)
+        if given.flops is not None or given.bandwidth is not None:
+            changed = replace(changed, kernels=None)  # measured with other figures than these
         return changed
 
 
@@ -151,16 +165,32 @@ def _parse(rows: Mapping[str, Any], origin: str) -> dict[str, Device]:
         unknown = set(row) - {"flops", "sparse", "sources", *_NUMBERS, *_TEXTS}
         if unknown:
             raise ConfigError(f"{origin} [{name}]: unknown field {sorted(unknown)[0]!r}")
-        rates = {
-            kind: {k: _positive(v, origin, name, k) for k, v in row.get(kind, {}).items()}
-            for kind in ("flops", "sparse")
-        }
-        numbers = {k: _positive(row[k], origin, name, k) for k in _NUMBERS if k in row}
-        texts = {k: str(row[k]) for k in _TEXTS if k in row}
-        found[name] = Device(
-            **{"name": name, "title": name, **rates, **numbers, **texts, "sources": tuple(row.get("sources", ()))}
-        )
+        found[name] = _device(name, row, origin)
     return found
+
+
+def _device(name: str, row: Mapping[str, Any], origin: str) -> Device:
+    def number(key: str) -> float | None:
+        return _positive(row[key], origin, name, key) if key in row else None
+
+    def rates(key: str) -> dict[str, float]:
+        return {k: _positive(v, origin, name, f"{key}.{k}") for k, v in row.get(key, {}).items()}
+
+    memory = number("memory")
+    return Device(
+        name=name,
+        title=str(row.get("title", name)),
+        flops=rates("flops"),
+        sparse=rates("sparse"),
+        accumulate=row.get("accumulate"),
+        bandwidth=number("bandwidth"),
+        memory=None if memory is None else int(memory),
+        link=number("link"),
+        link_kind=row.get("link_kind"),
+        host_link=number("host_link"),
+        all_reduce_seconds=number("all_reduce_seconds"),
+        sources=tuple(row.get("sources", ())),
+    )
 
 
 def _positive(value: object, origin: str, name: str, key: str) -> float:

@@ -47,6 +47,7 @@ def bare_shape(num_params: int, number_format_name: str = "bf16") -> ModelShape:
         groups=(),
         weights=WeightBytes(0, 0, 0, 0),
         weight_format=fmt,
+        head_format=fmt,
         cache_format=fmt,
         num_bare_params=num_params,
     )

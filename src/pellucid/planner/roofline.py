@@ -37,8 +37,9 @@ def decode(batch: int, context: int) -> StepFeatures:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """FLOPs, bytes and seconds of one step on one rank. `compute_seconds` or `memory_seconds` is None where the device's
-    rate or bandwidth is unknown; the other one then stands alone."""
+    """FLOPs, bytes and seconds of one step on one rank. `compute_seconds` or `memory_seconds` is None where the
+    device's rate or bandwidth is unknown; the other one then stands alone. `kernel_seconds` is the time the engine's
+    measured kernels take for the same work, where they were measured."""
 
     linear_flops: float
     attention_flops: float
@@ -51,6 +52,7 @@ class StepCost:
     memory_seconds: float | None
     communication_seconds: float
     overhead_seconds: float
+    kernel_seconds: float | None = None
 
     @property
     def flops(self) -> float:
@@ -72,8 +74,9 @@ class StepCost:
 
     @property
     def seconds(self) -> float:
-        """Roofline, communication and overheads together."""
-        return self.roofline_seconds + self.communication_seconds + self.overhead_seconds
+        """Roofline (or measured kernels), communication and overheads together."""
+        busy = self.roofline_seconds if self.kernel_seconds is None else self.kernel_seconds
+        return busy + self.communication_seconds + self.overhead_seconds
 
     @property
     def binding(self) -> str:
@@ -130,6 +133,7 @@ class Roofline:
             memory_seconds=self._memory_seconds(weights + kv_read + kv_write + activations),
             communication_seconds=self.communication_seconds(tokens, features.num_samples),
             overhead_seconds=self._overhead_seconds(features),
+            kernel_seconds=self._kernel_seconds(features, attention, kv_read + kv_write),
         )
 
     def floor_seconds(self, features: StepFeatures) -> float:
@@ -182,6 +186,29 @@ class Roofline:
     def _memory_seconds(self, num_bytes: float) -> float | None:
         return None if self.device.bandwidth is None else num_bytes / self.device.bandwidth
 
+    @property
+    def measured(self) -> bool:
+        """Whether predictions come from the engine's measured kernels instead of the device's ceilings."""
+        kernels, shape = self.device.kernels, self.shape
+        return (
+            kernels is not None
+            and self.tp == 1
+            and shape.has_layers
+            and kernels.covers(shape.weight_format.name, shape.cache_format.name)
+            and kernels.covers(shape.head_format.name, shape.cache_format.name)
+        )
+
+    def _kernel_seconds(self, features: StepFeatures, attention_flops: float, kv_bytes: float) -> float | None:
+        kernels, shape = self.device.kernels, self.shape
+        if kernels is None or not self.measured:
+            return None
+        seconds = kernels.linear_seconds(shape.weight_format.name, features.num_tokens, shape.num_matrix_params)
+        seconds += kernels.attention_seconds(shape.cache_format.name, attention_flops, kv_bytes)
+        if features.num_samples:
+            head = shape.hidden * shape.vocab
+            seconds += kernels.linear_seconds(shape.head_format.name, features.num_samples, head)
+        return seconds
+
     def _overhead_seconds(self, features: StepFeatures) -> float:
         overheads = self.device.overheads
         layers = self.shape.num_layers * overheads.layer_seconds
@@ -208,7 +235,7 @@ class RooflineCostModel:
         self._spread = spread
 
     def predict(self, features: StepFeatures) -> Prediction:
-        """Seconds of a step: its cost, and its copies over the host link (without one: a read and a write in memory)."""
+        """Seconds of a step: its cost, and its copies over the host link (in plain memory: a read and a write)."""
         seconds = self._roofline.cost(features).seconds
         if features.copied_bytes:
             seconds += self.copy_seconds(features.copied_bytes)

@@ -20,7 +20,8 @@ from pellucid.planner.formats import NumberFormat, cache_format, number_format
 
 
 def attended(num_new: int, num_cached: int, window: int | None = None) -> int:
-    """Token pairs that `num_new` tokens attend to after `num_cached` others: q*c + q*(q+1)/2, each row cut at `window`."""
+    """Token pairs that `num_new` tokens attend to after `num_cached` others: q*c + q*(q+1)/2, cut at
+    `window` a row."""
     if window is None or num_cached + num_new <= window:
         return num_new * num_cached + num_new * (num_new + 1) // 2
     growing = min(num_new, max(0, window - num_cached))
@@ -66,7 +67,7 @@ class HeadedAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA): one compressed vector of `latent_dim` and one rotary key of `rope_dim` a token.
+    """Multi-head latent attention (MLA): a token caches one vector of `latent_dim` and one key of `rope_dim`.
 
     It runs in one of two forms. *Expanded* restores keys and values from the latent: 2*H*(d_n + d_r + d_v) FLOPs per
     pair, after 2*d_c*H*(d_n + d_v) for every cached token that has to be restored. *Absorbed* folds the restoring
@@ -145,7 +146,8 @@ class Experts:
 
     def touched(self, num_tokens: float) -> float:
         """Expected experts read by `num_tokens` tokens: E*(1 - (1 - k/E)^T), as if routing were uniform."""
-        return self.num_experts * (1.0 - (1.0 - self.num_active / self.num_experts) ** num_tokens)
+        untouched: float = (1.0 - self.num_active / self.num_experts) ** num_tokens
+        return self.num_experts * (1.0 - untouched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,9 @@ class LayerGroup:
     def num_expert_params(self, hidden: int, tp: int = 1) -> float:
         """Parameters of one layer's routed experts, all of them."""
         forward = self.feed_forward
-        return forward.num_experts * forward.num_params_per_expert(hidden, tp) if isinstance(forward, Experts) else 0.0
+        if not isinstance(forward, Experts):
+            return 0.0
+        return forward.num_experts * forward.num_params_per_expert(hidden, tp)
 
     def num_matrix_params(self, hidden: int) -> float:
         """Parameters a token is multiplied with in one layer: active experts, no norms, no biases."""
@@ -200,6 +204,7 @@ class ModelShape:
 
     `groups` is empty for a model of which only the number of parameters is known (`num_bare_params`): weights and
     everything per parameter can be told, attention and cache cannot. `origin` says where the numbers come from.
+    `weight_format` is that of the layers' matrices, `head_format` that of the table behind the logits.
     """
 
     name: str
@@ -210,6 +215,7 @@ class ModelShape:
     groups: tuple[LayerGroup, ...]
     weights: WeightBytes
     weight_format: NumberFormat
+    head_format: NumberFormat
     cache_format: NumberFormat
     max_context: int | None = None
     num_bare_params: int = 0
@@ -323,7 +329,7 @@ class ModelShape:
     def stored_as(self, name: str) -> ModelShape:
         """The same model with every matrix stored in the format `name`."""
         fmt = number_format(name)
-        return replace(self, weights=weights_in(self, fmt, fmt), weight_format=fmt)
+        return replace(self, weights=weights_in(self, fmt, fmt), weight_format=fmt, head_format=fmt)
 
     def cached_as(self, name: str) -> ModelShape:
         """The same model with its KV cache kept in the format `name`."""

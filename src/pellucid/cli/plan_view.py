@@ -33,12 +33,13 @@ def print_plan(plan: Plan, fleet: Fleet | None, *, explain: bool) -> None:
     rows = figures(plan) + (fleet_figures(fleet) if fleet else [])
     for section, group in groupby(rows, key=lambda f: f.section):
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-        table.add_column(style="dim", no_wrap=not explain)
-        table.add_column(justify="left")
-        if explain:
-            table.add_column(style="cyan")
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
         for figure in group:
-            table.add_row(figure.label, figure.value, *([f"= {figure.formula}"] if explain else []))
+            value = Text(figure.value)
+            if explain:
+                value.append(f"\n= {figure.formula}", style="cyan")
+            table.add_row(figure.label, value)
         console.print(Text(section, style="bold"))
         console.print(table)
     console.print(_steps_table(plan))
@@ -182,24 +183,25 @@ def _steps_table(plan: Plan) -> Table:
     columns = ("", "FLOP", "bytes", "FLOP/B", "compute", "memory", "step", "bound by", "tok/s each", "tok/s all")
     for name in columns:
         table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
-    chunked = len(plan.prefill) > 1
     if plan.prefill_seconds is not None:
-        table.add_row("prefill, last chunk" if chunked else "prefill", *_step_cells(plan.prefill[-1]), "", "")
+        table.add_row(
+            "last chunk of the prompt" if len(plan.prefill) > 1 else "prefill", *_step_cells(plan.prefill[-1]), "", ""
+        )
     for point in plan.batches:
-        label = f"decode x {point.batch:,}" + (" (all that fit)" if point.batch == plan.max_sequences else "")
+        label = f"decode x {point.batch:,}" + (", full" if point.batch == plan.max_sequences else "")
         table.add_row(label, *_step_cells(point.cost), *_speed_cells(point))
     return table
 
 
 def _step_cells(cost: StepCost) -> tuple[str, ...]:
     return (
-        format_flops(cost.flops, ""),
-        format_bytes(cost.bytes),
-        f"{cost.intensity:.3g}",
-        "?" if cost.compute_seconds is None else format_seconds(cost.compute_seconds),
-        "?" if cost.memory_seconds is None else format_seconds(cost.memory_seconds),
-        format_seconds(cost.seconds),
-        cost.binding,
+        format_flops(cost.flops, "", digits=3),
+        format_bytes(cost.bytes, digits=3),
+        f"{cost.intensity:,.3g}" if cost.intensity < 1000 else f"{cost.intensity:,.0f}",
+        "?" if cost.compute_seconds is None else format_seconds(cost.compute_seconds, digits=3),
+        "?" if cost.memory_seconds is None else format_seconds(cost.memory_seconds, digits=3),
+        format_seconds(cost.seconds, digits=3),
+        cost.binding.removesuffix(" bandwidth"),
     )
 
 
@@ -208,7 +210,7 @@ def _speed_cells(point: BatchPoint) -> tuple[str, str]:
 
 
 def _legend(console: Console, plan: Plan) -> None:
-    kind = "the engine's measured kernels" if plan.roofline.measured else "ceilings at full rates: no engine is faster"
+    kind = "those of the engine's measured kernels" if plan.roofline.measured else "floors: no engine is faster"
     console.print(f"Times are {kind}. {measured_rates(plan)}.", style="dim")
 
 

@@ -165,7 +165,8 @@ def _decode(plan: Plan) -> Iterator[Figure]:
         "decode",
         "compute_bound_from",
         "compute binds from batch",
-        f"{alone or 'never'} counting weights alone; {loaded or 'never'} with KV of {context:,} tokens each",
+        f"{alone or 'never'} counting weights alone"
+        + (f"; {loaded or 'never'} with KV of {context:,} tokens each" if plan.shape.has_layers else ""),
         "the smallest batch whose FLOPs / peak exceed its bytes / bandwidth",
     )
 

@@ -108,7 +108,7 @@ class Device:
         return changed
 
 
-CUSTOM = Device("custom", "the device described by the options")
+CUSTOM = Device("custom", "a device with the given figures")
 
 _ALIASES = {
     "a100-80gb": "a100",

@@ -11,6 +11,7 @@ from typing import Any
 from pellucid.core.errors import ModelError
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.formats import number_format
+from pellucid.planner.quantity import format_count
 from pellucid.planner.shape import ModelShape, WeightBytes
 
 _VARIANT = re.compile(r"-(instruct|it|pt|hf|chat|base)(?=-|$)")
@@ -39,7 +40,7 @@ def bare_shape(num_params: int, number_format_name: str = "bf16") -> ModelShape:
     """A model of which only the number of parameters is known. Attention and cache figures are then absent."""
     fmt = number_format("bf16")
     shape = ModelShape(
-        name=f"{num_params:.4g} parameters",
+        name=f"{format_count(num_params)} parameters",
         origin="--params",
         hidden=0,
         vocab=0,

@@ -49,29 +49,37 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
-def format_bytes(value: float) -> str:
-    """ "140 GB", "131.1 kB": decimal prefixes, four significant digits."""
-    return _prefixed(value, "B")
+def format_bytes(value: float, *, digits: int = 4) -> str:
+    """ "140 GB", "131.1 kB": decimal prefixes."""
+    return _prefixed(value, "B", digits)
 
 
 def format_rate(value: float) -> str:
     """ "3.35 TB/s"."""
-    return _prefixed(value, "B/s")
+    return _prefixed(value, "B/s", 4)
 
 
-def format_flops(value: float, unit: str = "FLOP") -> str:
+def format_flops(value: float, unit: str = "FLOP", *, digits: int = 4) -> str:
     """ "989 TFLOP/s" with unit="FLOP/s", "14.2 TFLOP" for an amount."""
-    return _prefixed(value, unit)
+    return _prefixed(value, unit, digits)
 
 
-def format_seconds(value: float) -> str:
-    """ "70 ms", "1.25 s", "3.1 h": four significant digits at most."""
+def format_seconds(value: float, *, digits: int = 4) -> str:
+    """ "70 ms", "1.25 s", "3.1 h"."""
     if value >= 7200:
-        return f"{value / 3600:.4g} h"
+        return f"{value / 3600:.{digits}g} h"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value / 1e-9:.4g} ns" if value > 0 else "0 s"
+            return f"{value / scale:.{digits}g} {unit}"
+    return f"{value / 1e-9:.{digits}g} ns" if value > 0 else "0 s"
+
+
+def format_count(value: float) -> str:
+    """ "70B", "8.03B", "135M": as model sizes are spoken of."""
+    for suffix, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.4g}{suffix}"
+    return f"{value:g}"
 
 
 def format_ceiling(value: float, decimals: int = 2) -> str:
@@ -95,8 +103,8 @@ def _scaled(text: str, wanted: str, units: dict[str, float]) -> float:
     return value
 
 
-def _prefixed(value: float, unit: str) -> str:
+def _prefixed(value: float, unit: str, digits: int) -> str:
     for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(value) >= scale:
-            return f"{value / scale:.4g} {prefix}{unit}"
-    return f"{value:.4g} {unit}"
+            return f"{value / scale:.{digits}g} {prefix}{unit}".rstrip()
+    return f"{value:.{digits}g} {unit}".rstrip()

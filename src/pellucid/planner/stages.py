@@ -47,8 +47,7 @@ def measured_rates(plan: Plan) -> str:
     device, peak = plan.device, plan.roofline.peak
     rate = "rate unknown" if peak is None else f"{format_flops(peak, 'FLOP/s')} {plan.roofline.compute_format}"
     bandwidth = "bandwidth unknown" if device.bandwidth is None else format_rate(device.bandwidth)
-    origin = "measured" if device.name == "this-machine" else "data sheet"
-    return f"{device.title}: {rate}, {bandwidth} ({origin})"
+    return f"{device.title}: {rate}, {bandwidth}" + (f" ({device.sources[0]})" if device.sources else "")
 
 
 def _share(seconds: float | None, cost: StepCost) -> str:

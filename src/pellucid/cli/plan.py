@@ -152,11 +152,16 @@ def fit(
     """What to pass to `pellucid serve` on this machine, and how many sequences that holds."""
     if memory is not None and kv_memory is not None:
         raise ConfigError("--memory and --kv-memory both say how much to use; pass one of them")
-    shape = load_shape(model)
+    shape, profile = load_shape(model), default_path(os.environ)
     advice = fit_serve(
         shape if dtype is None else shape.stored_as(dtype),
         model,
-        memory_bytes=free_memory() * 4 // 5 if memory is None else parsed("--memory", memory, parse_bytes),
+        Device(
+            "this-machine",
+            "this machine",
+            memory=free_memory() * 4 // 5 if memory is None else parsed("--memory", memory, parse_bytes),
+            runtime_memory=read_profile(profile).process_bytes if profile.exists() else None,
+        ),
         kv_bytes=optional("--kv-memory", kv_memory, parse_bytes),
         context=optional("--context", context, parse_count),
     )

@@ -197,7 +197,7 @@ def _step_cells(cost: StepCost) -> tuple[str, ...]:
     return (
         format_flops(cost.flops, "", digits=3),
         format_bytes(cost.bytes, digits=3),
-        f"{cost.intensity:,.3g}" if cost.intensity < 1000 else f"{cost.intensity:,.0f}",
+        f"{cost.intensity:.3g}" if cost.intensity < 100 else f"{cost.intensity:,.0f}",
         "?" if cost.compute_seconds is None else format_seconds(cost.compute_seconds, digits=3),
         "?" if cost.memory_seconds is None else format_seconds(cost.memory_seconds, digits=3),
         format_seconds(cost.seconds, digits=3),

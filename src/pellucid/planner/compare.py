@@ -46,12 +46,12 @@ def paradox(rows: Sequence[Comparison]) -> str | None:
     stream = less.decode_seconds_per_token / more.decode_seconds_per_token
     prefill = (less.prefill_seconds or 1) / (more.prefill_seconds or 1)
     text = (
-        f"{more.device.name} has {flops:.2g} x the FLOP/s of {less.device.name}, and one stream runs "
-        f"{stream:.2g} x as fast, because each token reads every weight once and only bandwidth speeds that up; "
-        f"prefill, which multiplies, runs {prefill:.2g} x as fast"
+        f"{more.device.name} has {flops:.2g} x the FLOP/s of {less.device.name}, but a single stream runs at "
+        f"{stream:.2g} x its speed, because each token reads every weight once and only bandwidth helps there; "
+        f"prefill, which multiplies, runs at {prefill:.2g} x"
     )
     if less.throughput and more.throughput:
-        text += f", and the largest batch that fits yields {more.throughput / less.throughput:.2g} x the tokens/s"
+        text += f", and the largest batch that fits at {more.throughput / less.throughput:.2g} x"
     return text + "."
 
 

@@ -110,9 +110,9 @@ def _prefill(plan: Plan) -> Iterator[Figure]:
     steps, new = plan.prefill, scenario.prompt - scenario.num_cached
     flops = sum(c.flops for c in steps)
     attention = sum(c.attention_flops for c in steps)
-    pairs = f"{scenario.num_cached:,} cached, q = {new:,}"
+    pairs = f"c = {scenario.num_cached:,}, q = {new:,}"
     share = f"; attention is {attention / flops:.0%}" if shape.has_layers else ""
-    formula = f"2*P*q + attention(q*c + q*(q+1)/2) + 2*h*V, P = {shape.num_matrix_params:,.0f}, c = {pairs}{share}"
+    formula = f"2*P*q + attention(q*c + q*(q+1)/2) + 2*h*V, P = {shape.num_matrix_params:,.0f}, {pairs}{share}"
     yield Figure("prefill", "prefill.flops", f"FLOPs of {new:,} tokens", format_flops(flops), _per_rank(plan, formula))
     yield Figure(
         "prefill",

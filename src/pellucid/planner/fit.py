@@ -46,19 +46,18 @@ class Advice:
 
 
 def fit_serve(
-    shape: ModelShape, model: str, *, memory_bytes: int, kv_bytes: int | None = None, context: int | None = None
+    shape: ModelShape, model: str, host: Device, *, kv_bytes: int | None = None, context: int | None = None
 ) -> Advice:
-    """Advice for serving `model` within `memory_bytes`, or with `kv_bytes` of cache whatever the rest takes. Raises
-    ConfigError where the memory does not even hold the weights, or the cache not one sequence of `context`."""
+    """Advice for serving `model` within `host.memory`, or with `kv_bytes` of cache whatever the rest takes.
+    Raises ConfigError where the memory does not even hold the weights, or the cache not one sequence of `context`."""
     batching = Batching(token_budget=_TOKEN_BUDGET, max_running=_MAX_RUNNING, memory_fraction=1.0)
-    memory = plan_memory(shape, Device("here", "this machine", memory=memory_bytes), batching=batching)
+    memory = plan_memory(shape, host, batching=batching)
     room = memory.kv_bytes if kv_bytes is None else float(kv_bytes)
     block = batching.block_size
     if room < shape.kv_bytes(block):
         terms = ", ".join(f"{t.name} {format_bytes(t.num_bytes)}" for t in memory.terms)
-        raise ConfigError(
-            f"{format_bytes(memory_bytes)} do not hold {shape.name}: {terms}; give more memory or a smaller --dtype"
-        )
+        total = format_bytes(memory.total_bytes)
+        raise ConfigError(f"{total} do not hold {shape.name}: {terms}; give more memory or a smaller --dtype")
     wanted = context or min(shape.max_context or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
     # More cache than every running sequence could fill at its longest is of no use but for keeping old prefixes.
     granted = int(room) // _GRANULE * _GRANULE or int(room)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".html", ".svg", ".png")
+_BESIDE: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8}
 _MEMORY, _COMPUTE, _PREFILL, _INK = "#0072b2", "#d55e00", "#009e73", "#444444"
 
 
@@ -70,17 +71,18 @@ def _draw_roofline(axes: Axes, plan: Plan, peak: float, bandwidth: float) -> Non
     axes.plot([low, ridge], [low * bandwidth, peak], color=_MEMORY, lw=2)
     axes.plot([ridge, high], [peak, peak], color=_COMPUTE, lw=2)
     axes.plot([ridge, ridge], [low * bandwidth, peak], color=_INK, lw=0.8, ls=":")
-    axes.annotate(
-        f"{format_rate(bandwidth)}", (low * 1.15, low * bandwidth * 2.2), color=_MEMORY, rotation=0, fontsize=9
-    )
-    axes.annotate(f"{format_flops(peak, 'FLOP/s')}", (high, peak * 1.15), color=_COMPUTE, ha="right", fontsize=9)
+    middle = (low * ridge) ** 0.5
+    axes.annotate(format_rate(bandwidth), (middle, middle * bandwidth), (-8, 8), ha="right", color=_MEMORY, **_BESIDE)
+    axes.annotate(format_flops(peak, "FLOP/s"), (ridge, peak), (0, 6), color=_COMPUTE, **_BESIDE)
     axes.annotate(f"ridge {ridge:.0f} FLOP/B", (ridge, low * bandwidth * 1.3), color=_INK, ha="right", fontsize=8)
     for label, cost, color in points:
         reached = _reached(cost)
         axes.plot([cost.intensity], [reached], "o", color=color, ms=7)
-        axes.annotate(label, (cost.intensity, reached), (8, -12), textcoords="offset points", color=color, fontsize=8)
+        axes.annotate(label, (cost.intensity, reached), (8, -12), color=color, **_BESIDE)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low * bandwidth, peak * 2.5))
     axes.set(xlabel="FLOP per byte moved", ylabel="FLOP/s reached", title="roofline")
+    axes.yaxis.set_major_formatter(lambda value, _: format_flops(value, ""))
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(True, which="major", alpha=0.25)
 
 
@@ -89,11 +91,15 @@ def _draw_latency(axes: Axes, plan: Plan) -> None:
     batches = sorted({max(1, round(largest ** (i / 40))) for i in range(41)})
     points = [plan.decode_at(b) for b in batches]
     axes.plot(batches, [p.cost.seconds * 1e3 for p in points], color=_MEMORY, lw=2)
-    axes.set(xscale="log", yscale="log", xlabel="sequences decoded together", title="decode against batch")
+    axes.set(xscale="log", xlabel="sequences decoded together", title="decode against batch")
+    axes.set_ylim(bottom=0)
     axes.set_ylabel("time of a step = gap between tokens, ms", color=_MEMORY)
     other = axes.twinx()
     other.plot(batches, [p.tokens_per_second for p in points], color=_COMPUTE, lw=2, ls="--")
     other.set(yscale="log")
+    for axis in (axes.xaxis, other.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     other.set_ylabel("tokens/s, all sequences (dashed)", color=_COMPUTE)
     slo = plan.scenario.slo_itl_seconds
     if slo is not None:

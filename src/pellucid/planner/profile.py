@@ -101,6 +101,14 @@ def default_path(environment: Mapping[str, str]) -> Path:
     return root / "pellucid" / "machine.json"
 
 
+def profile_from(row: Mapping[str, Any]) -> MachineProfile:
+    """A profile from plain values under the names of the file. Raises ConfigError for missing or foreign ones."""
+    try:
+        return _from_row(row)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"not a machine profile: {error!r}") from None
+
+
 def write_profile(profile: MachineProfile, path: Path) -> None:
     """Write the profile whole or not at all. Raises ConfigError where the directory cannot be written."""
     text = json.dumps({"pellucid_profile": SCHEMA, **asdict(profile)}, indent=1) + "\n"
@@ -126,9 +134,9 @@ def read_profile(path: Path) -> MachineProfile:
     if not isinstance(row, dict) or row.get("pellucid_profile") != SCHEMA:
         raise ConfigError(f"{path}: not a machine profile of version {SCHEMA}; run `pellucid measure` again")
     try:
-        return _from_row(row)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: damaged ({error!r}); run `pellucid measure` again") from None
+        return profile_from(row)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; run `pellucid measure` again") from None
 
 
 def _from_row(row: Mapping[str, Any]) -> MachineProfile:

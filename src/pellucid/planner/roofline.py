@@ -158,14 +158,16 @@ class Roofline:
         return 2 * self.shape.num_layers * reduce + gather
 
     def _attention_flops(self, features: StepFeatures) -> float:
-        count = max(features.num_sequences, 1)
-        new = features.num_tokens / count
-        cached = features.num_attended / features.num_tokens - (new + 1) / 2 if features.num_tokens else 0.0
+        if not features.num_tokens:
+            return 0.0
+        count = features.num_sequences
+        before = features.num_context - features.num_tokens  # tokens cached when the step begins
         total = 0.0
         for group in self.shape.groups:
-            window = group.attention.window
-            pairs = features.num_attended if window is None else count * attended(round(new), round(cached), window)
-            total += group.num_layers * group.attention.flops(pairs, count * cached)
+            window, pairs = group.attention.window, float(features.num_attended)
+            if window is not None:
+                pairs = count * attended(round(features.num_tokens / count), round(before / count), window)
+            total += group.num_layers * group.attention.flops(pairs, before)
         return total
 
     def _kv_read_bytes(self, features: StepFeatures) -> float:
@@ -190,23 +192,19 @@ class Roofline:
     def measured(self) -> bool:
         """Whether predictions come from the engine's measured kernels instead of the device's ceilings."""
         kernels, shape = self.device.kernels, self.shape
-        return (
-            kernels is not None
-            and self.tp == 1
-            and shape.has_layers
-            and kernels.covers(shape.weight_format.name, shape.cache_format.name)
-            and kernels.covers(shape.head_format.name, shape.cache_format.name)
-        )
+        names = (shape.weight_format.name, shape.head_format.name, shape.cache_format.name)
+        return kernels is not None and self.tp == 1 and shape.has_layers and kernels.covers(*names)
 
     def _kernel_seconds(self, features: StepFeatures, attention_flops: float, kv_bytes: float) -> float | None:
         kernels, shape = self.device.kernels, self.shape
         if kernels is None or not self.measured:
             return None
-        seconds = kernels.linear_seconds(shape.weight_format.name, features.num_tokens, shape.num_matrix_params)
+        rows, samples = features.num_tokens, features.num_samples
+        seconds = kernels.linear_seconds("layers", shape.weight_format.name, rows, shape.num_matrix_params)
         seconds += kernels.attention_seconds(shape.cache_format.name, attention_flops, kv_bytes)
-        if features.num_samples:
+        if samples:
             head = shape.hidden * shape.vocab
-            seconds += kernels.linear_seconds(shape.head_format.name, features.num_samples, head)
+            seconds += kernels.linear_seconds("head", shape.head_format.name, samples, head)
         return seconds
 
     def _overhead_seconds(self, features: StepFeatures) -> float:

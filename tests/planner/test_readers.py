@@ -135,7 +135,6 @@ class Entry(NamedTuple):
 
 METADATA = {
     "general.architecture": "llama",
-    "general.name": "tiny",
     "llama.embedding_length": 64,
     "llama.block_count": 1,
     "llama.attention.head_count": 8,
@@ -152,20 +151,22 @@ def test_a_gguf_is_counted_byte_for_byte() -> None:
         Entry("blk.0.ffn_up.weight", (64, 128), Q4_1),
         Entry("blk.0.attn_norm.weight", (64,), F32),
     ]
-    shape = shape_from_gguf(METADATA, directory, origin="tiny.gguf")
+    shape = shape_from_gguf(METADATA, directory, name="tiny", origin="tiny.gguf")
     assert shape.tied
     assert shape.vocab == 1000
     assert shape.weights.head == 64 * 1000 * 34 / 32
     assert shape.weights.dense == 64 * 128 * 20 / 32 + 64 * 4
     assert (shape.weight_format.name, shape.head_format.name) == ("q4_1", "q8_0")
-    untied = shape_from_gguf(METADATA, [*directory, Entry("output.weight", (64, 1000), Q4_1)], origin="tiny.gguf")
+    untied = shape_from_gguf(
+        METADATA, [*directory, Entry("output.weight", (64, 1000), Q4_1)], name="tiny", origin="tiny.gguf"
+    )
     assert (untied.weights.embedding, untied.head_format.name) == (shape.weights.head, "q4_1")
 
 
 def test_experts_of_a_gguf() -> None:
     metadata = METADATA | {"llama.expert_count": 8, "llama.expert_used_count": 2}
     directory = [Entry("token_embd.weight", (64, 10), F32), Entry("blk.0.ffn_up_exps.weight", (64, 128, 8), Q4_1)]
-    shape = shape_from_gguf(metadata, directory, origin="moe.gguf")
+    shape = shape_from_gguf(metadata, directory, name="moe", origin="moe.gguf")
     assert isinstance(shape.groups[0].feed_forward, Experts)
     assert shape.weights.experts == 64 * 128 * 8 * 20 / 32
 
@@ -184,7 +185,7 @@ def test_experts_of_a_gguf() -> None:
 )
 def test_a_gguf_that_cannot_be_read_gets_one_line(metadata: dict[str, Any], entry: Entry, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        shape_from_gguf(metadata, [entry], origin="bad.gguf")
+        shape_from_gguf(metadata, [entry], name="bad", origin="bad.gguf")
 
 
 def test_block_formats_agree_with_the_gguf_package() -> None:

@@ -197,7 +197,7 @@ def load_shape(model: str) -> ModelShape:
         from pellucid.models.gguf_header import read_gguf_header
 
         header = read_gguf_header(path)
-        return shape_from_gguf(header.metadata, header.tensors, origin=str(path))
+        return shape_from_gguf(header.metadata, header.tensors, name=path.stem, origin=str(path))
     return shape_by_name(model)
 
 

@@ -81,7 +81,9 @@ _FIELDS = {
 }
 
 
-def shape_from_gguf(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry], *, origin: str) -> ModelShape:
+def shape_from_gguf(
+    metadata: Mapping[str, Any], tensors: Iterable[TensorEntry], *, name: str, origin: str
+) -> ModelShape:
     """The shape of a GGUF model, its weights counted byte for byte. `origin` names the file. Raises ModelError."""
     architecture = str(metadata.get("general.architecture"))
     if architecture not in _FAMILIES:
@@ -96,7 +98,7 @@ def shape_from_gguf(metadata: Mapping[str, Any], tensors: Iterable[TensorEntry],
     config["model_type"] = _FAMILIES[architecture]
     config["vocab_size"] = metadata.get(f"{architecture}.vocab_size") or _vocab(directory)
     config["tie_word_embeddings"] = all(t.name != "output.weight" for t in directory)
-    shape = shape_from_config(config, name=str(metadata.get("general.name", origin)), origin=origin)
+    shape = shape_from_config(config, name=name, origin=origin)
     stored: Counter[NumberFormat] = Counter()
     for tensor in directory:
         if tensor.name.startswith("blk."):

@@ -37,7 +37,8 @@ def write_plot(plan: Plan, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     _draw_roofline(left, plan, plan.roofline.peak, plan.device.bandwidth)
     _draw_latency(right, plan)
-    figure.suptitle(f"{plan.shape.name} on {plan.device.title}, context {plan.scenario.full_context:,}")
+    context = f", context {plan.scenario.full_context:,}" if plan.shape.has_layers else ""
+    figure.suptitle(f"{plan.shape.name} on {plan.device.title}{context}")
     try:
         path.write_bytes(_rendered(figure, path.suffix))
     except OSError as error:

@@ -56,7 +56,9 @@ def main() -> None:
     profile = read_profile(arguments.profile)
     roofline = Roofline(load_shape(arguments.model), profile.device())
     if not roofline.measured:
-        sys.exit(f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`")
+        sys.exit(
+            f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`"
+        )
     settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(BATCHES))
     model = load_model(arguments.model)
     engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), _report)
@@ -64,7 +66,9 @@ def main() -> None:
     vocab = model.config.vocab_size
     print(f"{profile.machine}; profile of {profile.measured_at}; commit {_commit()}; {time.strftime('%Y-%m-%d')}")
     print(f"{engine.description}")
-    print(f"{'stage':8} {'batch':>5} {'context':>8} {'predicted':>11} {'measured':>11} {'ratio':>6} {'floor':>11}  bound by")
+    print(
+        f"{'stage':8} {'batch':>5} {'context':>8} {'predicted':>11} {'measured':>11} {'ratio':>6} {'floor':>11}  bound by"
+    )
     points = []
     for point in _points(engine, roofline, vocab, longest, arguments):
         points.append(point)
@@ -98,9 +102,7 @@ def _points(
             if batch * length > arguments.max_tokens:
                 _report(f"left out: {batch} x {length} tokens (over --max-tokens {arguments.max_tokens})")
                 continue
-            step = statistics.median(
-                _prompts(engine, rng, vocab, batch, length)[1] for _ in range(arguments.repeats)
-            )
+            step = statistics.median(_prompts(engine, rng, vocab, batch, length)[1] for _ in range(arguments.repeats))
             features = decode(batch, length + 1 + STEPS // 2)
             cost = roofline.cost(features)
             yield Point("decode", batch, length, cost.seconds, cost.roofline_seconds, step, cost.binding)

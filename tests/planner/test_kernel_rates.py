@@ -85,6 +85,17 @@ def test_steps_that_do_not_show_the_cost_of_context_are_refused() -> None:
         rates_from(SHAPE, [time_of(known(1e-10, 1e12, 1e10), decode(rows, 16)) for rows in (1, 8)])
 
 
+@given(st.lists(st.floats(0.1, 100), min_size=1, max_size=12))
+def test_noise_never_makes_more_rows_cheaper(values: list[float]) -> None:
+    plain = {rows: TimedStep(decode(rows, 16)._replace(num_samples=0), s, 0.0) for rows, s in enumerate(values, 1)}
+    far = [time_of(known(1e-10, 1e12, 1e10), s) for s in (decode(1, 4096), prefill(512, 3584))]
+    base = time_of(known(1e-10, 1e12, 1e10), prefill(512, samples=False))
+    longer = [s._replace(features=s.features._replace(num_samples=0), seconds=s.seconds + 1000) for s in far]
+    found = rates_from(SHAPE, [*plain.values(), base._replace(seconds=500.0), *longer])
+    table = [r.seconds_per_param for r in found.linear if r.part == "layers"]
+    assert table == sorted(table)
+
+
 def test_the_spread_is_that_of_the_nearest_row_count() -> None:
     rates = KernelRates((LinearRate("layers", "bf16", 1, 1e-10, 0.1), LinearRate("layers", "bf16", 64, 1e-9, 0.3)), ())
     assert (rates.spread("bf16", 2), rates.spread("bf16", 60)) == (0.1, 0.3)

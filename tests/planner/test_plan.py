@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +211,16 @@ def test_advice_for_a_given_cache_and_against_too_little() -> None:
     assert "1024MiB" in advice.command
     with pytest.raises(ConfigError, match="do not hold"):
         fit_serve(EIGHT_B, "m", host)
+
+
+def test_the_page_for_newcomers_says_what_the_plan_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "roofline.md").read_text()
+    answer = plan(prompt=4000)
+    for row in stages(answer):
+        if "in use" not in row.name:
+            assert f"| {row.name} | {row.prefill} | {row.decode} |" in page
+    assert f"says {answer.weights_compute_bound_from} counting weights alone" in page
+    assert answer.compute_bound_from is None
+    assert sum(c.attention_flops for c in answer.prefill) / sum(c.flops for c in answer.prefill) == pytest.approx(
+        0.07, abs=0.005
+    )

@@ -13,7 +13,7 @@ chunk, bytes for the cache entries that are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -95,19 +95,37 @@ def rates_from(shape: ModelShape, steps: Iterable[TimedStep]) -> KernelRates:
     far = [s for s in plain if _context(s) == long and s.features.num_tokens in near]
     attention = _attention(shape, [(s, near[s.features.num_tokens]) for s in far])
     rates = KernelRates((), (attention,))
+    layers = {rows: (_left(shape, rates, step), step.spread) for rows, step in near.items()}
+    heads = {
+        s.features.num_samples: (max(s.seconds - near[s.features.num_tokens].seconds, 0.0), s.spread)
+        for s in timed
+        if s.features.num_samples and s.features.num_tokens in near
+    }
     linear = [
-        LinearRate(
-            "layers", shape.weight_format.name, rows, _left(shape, rates, step) / shape.num_matrix_params, step.spread
-        )
-        for rows, step in sorted(near.items())
+        *_table("layers", shape.weight_format.name, layers, shape.num_matrix_params),
+        *_table("head", shape.head_format.name, heads, shape.hidden * shape.vocab),
     ]
-    for step in timed:
-        rows = step.features.num_samples
-        if rows and rows in near:
-            seconds = max(step.seconds - near[rows].seconds, 0.0)
-            head = LinearRate("head", shape.head_format.name, rows, seconds / (shape.hidden * shape.vocab), step.spread)
-            linear.append(head)
     return KernelRates(tuple(linear), (attention,))
+
+
+def _table(part: Part, weights: str, seconds: Mapping[int, tuple[float, float]], num_params: float) -> list[LinearRate]:
+    """Rates from rows -> (seconds, spread). More rows never take less time: where noise says so, neighbours that are
+    out of order share their mean."""
+    rows = sorted(seconds)
+    rising = _rising([seconds[r][0] for r in rows])
+    return [LinearRate(part, weights, r, t / num_params, seconds[r][1]) for r, t in zip(rows, rising, strict=True)]
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # (mean, how many)
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
 
 
 def attention_work(shape: ModelShape, features: StepFeatures) -> tuple[float, float]:

@@ -66,9 +66,7 @@ def main() -> None:
     vocab = model.config.vocab_size
     print(f"{profile.machine}; profile of {profile.measured_at}; commit {_commit()}; {time.strftime('%Y-%m-%d')}")
     print(f"{engine.description}")
-    print(
-        f"{'stage':8} {'batch':>5} {'context':>8} {'predicted':>11} {'measured':>11} {'ratio':>6} {'floor':>11}  bound by"
-    )
+    print("stage    batch  context   predicted    measured  ratio       floor  bound by")
     points = []
     for point in _points(engine, roofline, vocab, longest, arguments):
         points.append(point)

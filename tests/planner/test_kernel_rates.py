@@ -13,7 +13,7 @@ from pellucid.core.errors import ConfigError
 from pellucid.planner.hardware import CUSTOM, Overrides
 from pellucid.planner.kernel_rates import AttentionRate, KernelRates, LinearRate, TimedStep, attention_work, rates_from
 from pellucid.planner.named_shapes import shape_by_name
-from pellucid.planner.roofline import Roofline, decode, prefill
+from pellucid.planner.roofline import Roofline, RooflineCostModel, decode, prefill
 
 SHAPE = shape_by_name("smollm2-135m")
 ROWS = (1, 8, 64, 512)
@@ -99,3 +99,11 @@ def test_noise_never_makes_more_rows_cheaper(values: list[float]) -> None:
 def test_the_spread_is_that_of_the_nearest_row_count() -> None:
     rates = KernelRates((LinearRate("layers", "bf16", 1, 1e-10, 0.1), LinearRate("layers", "bf16", 64, 1e-9, 0.3)), ())
     assert (rates.spread("bf16", 2), rates.spread("bf16", 60)) == (0.1, 0.3)
+
+
+def test_the_cost_model_states_the_spread_of_the_kernels() -> None:
+    rates = rates_from(SHAPE, steps(known(1e-10, 1e12, 1e10)))
+    device = replace(CUSTOM.override(Overrides(flops=1e12, bandwidth=2e10)), kernels=rates)
+    seconds, spread = RooflineCostModel(Roofline(SHAPE, device)).predict(decode(8, 500))
+    assert spread == pytest.approx(0.02 * seconds)
+    assert RooflineCostModel(Roofline(SHAPE, replace(device, kernels=None))).predict(decode(8, 500)).spread == 0.0

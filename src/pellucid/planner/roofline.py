@@ -225,10 +225,11 @@ def chunks(num_new: int, num_cached: int, size: int) -> list[StepFeatures]:
 class RooflineCostModel:
     """`core.cost.CostModel` from a roofline: what an engine can expect before it has measured a single step.
 
-    `spread` is the relative uncertainty (one standard deviation) to state with each prediction.
+    `spread` is the relative uncertainty (one standard deviation) to state with each prediction. Without one it is that
+    of the measured kernels, and 0 where there are none: a roofline knows no noise.
     """
 
-    def __init__(self, roofline: Roofline, *, spread: float = 0.0) -> None:
+    def __init__(self, roofline: Roofline, *, spread: float | None = None) -> None:
         self._roofline = roofline
         self._spread = spread
 
@@ -237,7 +238,15 @@ class RooflineCostModel:
         seconds = self._roofline.cost(features).seconds
         if features.copied_bytes:
             seconds += self.copy_seconds(features.copied_bytes)
-        return Prediction(seconds, seconds * self._spread)
+        return Prediction(seconds, seconds * self._relative_spread(features))
+
+    def _relative_spread(self, features: StepFeatures) -> float:
+        if self._spread is not None:
+            return self._spread
+        kernels = self._roofline.device.kernels
+        if kernels is None or not self._roofline.measured:
+            return 0.0
+        return kernels.spread(self._roofline.shape.weight_format.name, features.num_tokens)
 
     def copy_seconds(self, num_bytes: float) -> float:
         """One way between device and host memory."""

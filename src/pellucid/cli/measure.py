@@ -20,8 +20,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pellucid import __version__
+from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
 from pellucid.cli.plan import load_shape
-from pellucid.models.sources import DEFAULT_MODEL, resolve
+from pellucid.models.sources import DEFAULT_MODEL
 from pellucid.planner.hardware import Overheads
 from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
@@ -41,6 +42,8 @@ def measure(
 ) -> None:
     """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
     path = output or default_path(os.environ)
+    # As build.py does for the engine; OpenMP reads it when PyTorch is loaded, which the machine's part does first.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
         profile = _machine(bar)
@@ -93,24 +96,20 @@ def _machine(bar: Progress) -> MachineProfile:
 
 def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineProfile:
     """The profile with the engine's own kernels, timed on `model`."""
-    from pellucid.runtime.config import RuntimeConfig
-    from pellucid.runtime.executor import load_executor
     from pellucid.runtime.step_timing import standard_batches, time_steps
 
-    shape = load_shape(model)
-    batches = standard_batches(shape.max_context or 4096)
-    num_blocks = max(b.num_blocks(_BLOCK_SIZE) for b in batches)
-    config = RuntimeConfig(block_size=_BLOCK_SIZE)
+    shape, loaded = load_shape(model), load_model(model, progress=False)
+    batches = standard_batches(loaded.config.max_context)
+    num_tokens = _BLOCK_SIZE * max(b.num_blocks(_BLOCK_SIZE) for b in batches)
+    settings = EngineSettings(block_size=_BLOCK_SIZE)
+    token_bytes = loaded.config.cache_spec(settings.runtime().element_bytes).bytes_per_token
+    settings = replace(settings, kv_memory=num_tokens * token_bytes)
     loading = bar.add_task(f"load {shape.name}")
-    executor = load_executor(
-        resolve(model).path,
-        config,
-        num_blocks=num_blocks,
-        progress=lambda done, total: bar.update(loading, completed=done, total=total),
-    )
+    engine = build_engine(settings, loaded.files.path, plan_engine(settings, loaded.config), lambda text: None)
+    bar.update(loading, total=1, completed=1)
     timing = bar.add_task("engine")
     timings = time_steps(
-        executor,
+        engine.executor,
         batches,
         block_size=_BLOCK_SIZE,
         limit_seconds=_ENGINE_SECONDS,

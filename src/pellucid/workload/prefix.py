@@ -1,0 +1,351 @@
+"""How much of a trace's prompts a prefix cache could save: with no limit, under LRU, and under the best policy there
+is.
+
+A request touches its blocks from the last to the first, so that a block is always at least as recent as those behind
+it; since ids chain, "this block is cached" then implies "its whole prefix is". With that order the reuse distance of
+a block gives its fate under LRU for *every* cache size at once: a block whose last use lies `d` distinct blocks back
+is a hit if and only if the cache holds more than `d` blocks. A partly filled last block takes a place in the cache,
+counts as a hit only where the cache has no limit, and never under a finite one.
+
+Large traces are sampled by block id (spatial sampling, as in SHARDS, Waldspurger et al., FAST 2015): a block is in
+the sample with all its uses or not at all, distances are scaled by the sampling rate, and the difference between the
+uses expected and found in the sample is put on the most popular blocks, whose chance it mostly is. Error bars come
+from eight disjoint parts of the sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pellucid.workload.trace import BlockHash, TraceRequest
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+SAMPLE_ACCESSES = 400_000
+EXACT_ACCESSES = 2_000_000
+ERROR_GROUPS = 8
+_FLUSH_ACCESSES = 1 << 19
+_HASH_BITS = 62
+
+_TAIL, _ROOT, _NOT_LEGAL = 1, 2, 4
+
+
+def numeric_ids(hashes: Sequence[BlockHash]) -> Sequence[int]:
+    """Block ids as whole numbers in [0, 2**62): given so, or folded from a digest by BLAKE2b."""
+    if all(type(h) is int and 0 <= h < 1 << _HASH_BITS for h in hashes):
+        return hashes  # type: ignore[return-value]
+    return [_fold(h) for h in hashes]
+
+
+def _fold(value: BlockHash) -> int:
+    return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "little") >> 64 - _HASH_BITS
+
+
+class Accesses(NamedTuple):
+    """Uses of blocks in time order, each request's from its last block to its first.
+
+    `ids`, `request` (row number), `tokens` (in the block, less than a block for a tail) and `flags` run in parallel.
+    `rate` is the share of blocks that are in it. `num_accesses`, `num_prompts` (with at least one full block) and
+    `num_tokens` are those of the whole trace.
+    """
+
+    ids: Ints
+    request: Ints
+    tokens: Ints
+    flags: NDArray[np.uint8]
+    rate: float
+    num_accesses: int
+    num_prompts: int
+    num_tokens: int
+
+
+class AccessCollector:
+    """Takes rows and keeps a bounded sample of their block uses. `limit` None keeps all of them.
+
+    Up to `EXACT_ACCESSES` uses everything is kept; beyond, the sample is halved whenever it outgrows `limit`.
+    """
+
+    def __init__(self, block_size: int, limit: int | None = SAMPLE_ACCESSES) -> None:
+        self.block_size = block_size
+        self.limit = limit
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_accesses = 0
+        self.num_prompts = 0
+        self._halvings = 0
+        self._ids: list[int] = []
+        self._tokens: list[int] = []
+        self._flags: list[int] = []
+        self._lengths: list[int] = []
+        self._first_row = 0
+        self._kept: list[tuple[Ints, Ints, Ints, NDArray[np.uint8]]] = []
+        self._num_kept = 0
+
+    def add(self, row: TraceRequest) -> None:
+        """Take the next row."""
+        num_full = len(row.prefix_block_hash)
+        before = len(self._ids)
+        if row.tail_block_hash is not None:
+            self._ids += numeric_ids((row.tail_block_hash,))
+            self._tokens.append(row.input_len - num_full * self.block_size)
+            self._flags.append(_TAIL)
+        if num_full:
+            self.num_prompts += 1
+            self._ids += reversed(numeric_ids(row.prefix_block_hash))
+            self._tokens += [self.block_size] * num_full
+            flags = [0] * num_full
+            flags[-1] = _ROOT
+            flags[0] |= _NOT_LEGAL if num_full * self.block_size >= row.input_len else 0
+            self._flags += flags
+        self._lengths.append(len(self._ids) - before)
+        self.num_accesses += len(self._ids) - before
+        self.num_requests += 1
+        self.num_tokens += row.input_len
+        if len(self._ids) >= _FLUSH_ACCESSES:
+            self._flush()
+
+    def result(self, order: Ints | None = None) -> Accesses:
+        """All uses kept, with requests in the given order of time (`order[i]` is the i-th row in time) if not their
+        own."""
+        self._flush()
+        ids, request, tokens = (np.concatenate([part[i] for part in self._kept]) for i in range(3))
+        flags = np.concatenate([part[3] for part in self._kept])
+        if order is not None:
+            rank = np.empty(len(order), np.int64)
+            rank[order] = np.arange(len(order))
+            moved = np.argsort(rank[request], kind="stable")
+            ids, request, tokens, flags = ids[moved], rank[request][moved], tokens[moved], flags[moved]
+        rate = 0.5**self._halvings
+        totals = (self.num_accesses, self.num_prompts, self.num_tokens)
+        return Accesses(ids, request, tokens, flags, rate, *totals)
+
+    def _flush(self) -> None:
+        if not self._lengths and self._kept:
+            return
+        rows = np.arange(self._first_row, self._first_row + len(self._lengths), dtype=np.int64)
+        part = (
+            np.array(self._ids, np.int64),
+            np.repeat(rows, self._lengths),
+            np.array(self._tokens, np.int64),
+            np.array(self._flags, np.uint8),
+        )
+        self._first_row += len(self._lengths)
+        self._ids, self._tokens, self._flags, self._lengths = [], [], [], []
+        self._keep(part)
+        if self.limit is not None and self.num_accesses > EXACT_ACCESSES:
+            while self._num_kept > self.limit:
+                self._halvings += 1
+                parts, self._kept, self._num_kept = self._kept, [], 0
+                for old in parts:
+                    self._keep(old)
+
+    def _keep(self, part: tuple[Ints, Ints, Ints, NDArray[np.uint8]]) -> None:
+        if self._halvings:
+            chosen = (mix(part[0]) >> np.uint64(64 - self._halvings)) == 0
+            part = (part[0][chosen], part[1][chosen], part[2][chosen], part[3][chosen])
+        self._kept.append(part)
+        self._num_kept += len(part[0])
+
+
+def mix(ids: Ints) -> NDArray[np.uint64]:
+    """Spread ids evenly over 64 bits (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
+    x = ids.astype(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class HitRates(NamedTuple):
+    """Prefix reuse with a cache that never forgets, by each definition people use (all in [0, 1]).
+
+    `token`: cached prompt tokens of all prompt tokens, an equal partial tail included. `block`: the same in started
+    blocks. `engine`: full blocks only, and at least one token of each prompt computed. `request`: requests with any
+    hit.
+    """
+
+    token: float
+    block: float
+    engine: float
+    request: float
+
+
+def infinite_hit_rates(accesses: Accesses, num_requests: int, block_size: int) -> HitRates:
+    """Hit rates without a limit on memory; estimates where the uses are a sample, corrected as the curve is."""
+    first = previous_use(accesses.ids) < 0
+    flags, rate = accesses.flags, accesses.rate
+    surplus = accesses.num_accesses * rate - len(accesses.ids)
+    tokens = max(1, accesses.num_tokens) * rate
+    legal = (flags & (_TAIL | _NOT_LEGAL)) == 0
+    new_roots = (first & (flags & _ROOT > 0)).sum() / rate
+    return HitRates(
+        token=float((accesses.tokens[~first].sum() + surplus * block_size) / tokens),
+        block=float(((~first).sum() + surplus) / max(1.0, accesses.num_accesses * rate)),
+        engine=float((accesses.tokens[~first & legal].sum() + surplus * block_size) / tokens),
+        request=float(max(0.0, accesses.num_prompts - new_roots) / max(1, num_requests)),
+    )
+
+
+def previous_use(ids: Ints) -> Ints:
+    """For each use the index of the same block's use before it, or -1."""
+    order = np.argsort(ids, kind="stable")
+    same = ids[order[1:]] == ids[order[:-1]]
+    previous = np.full(len(ids), -1, np.int64)
+    previous[order[1:][same]] = order[:-1][same]
+    return previous
+
+
+def reuse_distances(accesses: Accesses) -> Ints:
+    """Distinct blocks used since each use's previous one (-1: first use), as seen when the request arrives.
+
+    With `p` the previous use and `s` the first use of the present request, the blocks used in (p, s) less those used
+    twice there: (s - 1 - p) - #{k < s: previous(k) > p}. Uses of the same request before this one are of blocks behind
+    it in the prompt, whose previous use is earlier than p, so the count may run to the use itself.
+    """
+    previous = previous_use(accesses.ids)
+    used_again = previous >= 0
+    starts = np.searchsorted(accesses.request, accesses.request, side="left")
+    distances = np.full(len(previous), -1, np.int64)
+    p = previous[used_again]
+    distances[used_again] = starts[used_again] - 1 - p - larger_before(p)
+    return distances
+
+
+def larger_before(values: Ints) -> Ints:
+    """For each element of a list of distinct numbers, how many earlier elements are larger. O(n log n), vectorised.
+
+    The ranks are sorted by one bit at a time from the highest; among elements that agree on the bits so far, each one
+    with a 0 counts the 1s before it.
+    """
+    n = len(values)
+    counts = np.zeros(n, np.int64)
+    if n < 2:
+        return counts
+    rank = np.empty(n, np.int64)
+    rank[np.argsort(values, kind="stable")] = np.arange(n)
+    order = np.arange(n)
+    for bit in range(int(n - 1).bit_length() - 1, -1, -1):
+        ranks = rank[order]
+        ones = (ranks >> bit) & 1
+        start = (ranks >> (bit + 1)) << (bit + 1)
+        ones_before = np.cumsum(ones) - ones
+        ones_in_group = ones_before - ones_before[start]
+        is_zero = ones == 0
+        counts[order[is_zero]] += ones_in_group[is_zero]
+        zeros_in_group = np.arange(n) - start - ones_in_group
+        place = start + np.where(is_zero, zeros_in_group, (1 << bit) + ones_in_group)
+        following = np.empty(n, np.int64)
+        following[place] = order
+        order = following
+    return counts
+
+
+class CurvePoint(NamedTuple):
+    """Token hit rates of a cache of `cache_tokens`: under LRU, and under the best policy possible. `*_error` is one
+    standard error where the uses were sampled, 0 where they were not."""
+
+    cache_tokens: int
+    lru: float
+    belady: float
+    lru_error: float = 0.0
+    belady_error: float = 0.0
+
+
+def capacity_curve(
+    accesses: Accesses, block_size: int, sizes: Sequence[int], progress: Callable[[float], None] = lambda share: None
+) -> list[CurvePoint]:
+    """Hit rate against cache size (in tokens). `progress` is told the share done."""
+    lru, belady = _hit_curves(accesses, block_size, sizes, progress)
+    if accesses.rate == 1.0:
+        return [CurvePoint(size, lru[i], belady[i]) for i, size in enumerate(sizes)]
+    parts = [_hit_curves(part, block_size, sizes, lambda share: None) for part in _disjoint_parts(accesses)]
+    errors = np.std(np.array(parts), axis=0, ddof=1) / np.sqrt(ERROR_GROUPS)
+    return [
+        CurvePoint(size, lru[i], belady[i], float(errors[0, i]), float(errors[1, i])) for i, size in enumerate(sizes)
+    ]
+
+
+def _disjoint_parts(accesses: Accesses) -> list[Accesses]:
+    group = mix(accesses.ids ^ 0x5DEECE66D) % np.uint64(ERROR_GROUPS)
+    parts = []
+    for g in range(ERROR_GROUPS):
+        m = group == g
+        columns = (accesses.ids[m], accesses.request[m], accesses.tokens[m], accesses.flags[m])
+        parts.append(Accesses(*columns, accesses.rate / ERROR_GROUPS, *accesses[5:]))
+    return parts
+
+
+def _hit_curves(
+    accesses: Accesses, block_size: int, sizes: Sequence[int], progress: Callable[[float], None]
+) -> tuple[list[float], list[float]]:
+    rate, total = accesses.rate, max(1, accesses.num_tokens)
+    surplus = accesses.num_accesses * rate - len(accesses.ids)
+    full = accesses.flags & _TAIL == 0
+    distances = np.sort(reuse_distances(accesses)[full])
+    distances = distances[np.searchsorted(distances, 0) :]
+    progress(0.3)
+    lru, belady = [], []
+    for index, size in enumerate(sizes):
+        room = size // block_size * rate
+        found = float(np.searchsorted(distances, room, side="left")) if room >= 1 else 0.0
+        lru.append(_rate(found + surplus, block_size, rate, total))
+        belady.append(_rate(belady_hits(accesses, int(room)) + surplus, block_size, rate, total))
+        progress(0.3 + 0.7 * (index + 1) / len(sizes))
+    return lru, [max(a, b) for a, b in zip(lru, belady)]
+
+
+def _rate(hits: float, block_size: int, rate: float, total_tokens: int) -> float:
+    return min(1.0, max(0.0, hits * block_size / rate / total_tokens))
+
+
+def belady_hits(accesses: Accesses, num_blocks: int) -> int:
+    """Hits on full blocks of a cache of `num_blocks` that knows the future (Belady's MIN, free to keep a block out).
+
+    After each use the cache holds, of the blocks it has seen, those whose next use is nearest. No online policy can hit
+    more often.
+    """
+    if num_blocks < 1:
+        return 0
+    following = _next_request(accesses)
+    previous = previous_use(accesses.ids)
+    touched = np.flatnonzero((previous >= 0) | (following >= 0))
+    counted = (accesses.flags[touched] & _TAIL == 0).tolist()
+    held: dict[int, int] = {}
+    heap: list[tuple[int, int]] = []
+    hits = 0
+    for block, upcoming, counts in zip(accesses.ids[touched].tolist(), following[touched].tolist(), counted):
+        if held.pop(block, None) is not None and counts:
+            hits += 1
+        if upcoming < 0:
+            continue
+        held[block] = upcoming
+        heapq.heappush(heap, (-upcoming, block))
+        while len(held) > num_blocks:
+            farthest, victim = heapq.heappop(heap)
+            if held.get(victim) == -farthest:
+                del held[victim]
+    return hits
+
+
+def _next_request(accesses: Accesses) -> Ints:
+    """The row number of each block's next use, or -1."""
+    previous = previous_use(accesses.ids)
+    has = previous >= 0
+    following = np.full(len(previous), -1, np.int64)
+    following[previous[has]] = accesses.request[has]
+    return following
+
+
+def curve_sizes(accesses: Accesses, block_size: int, num_points: int = 12) -> list[int]:
+    """Cache sizes worth plotting: round numbers of tokens from 1/1000 of all distinct blocks to a little over all."""
+    distinct = len(np.unique(accesses.ids)) / accesses.rate * block_size
+    if distinct < block_size:
+        return []
+    raw = np.geomspace(max(block_size, distinct / 1000), distinct * 1.05, num_points)
+    return sorted({int(-(-size // block_size) * block_size) for size in raw})

@@ -28,13 +28,14 @@ from pellucid.workload.trace import BlockHash, TraceRequest
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SAMPLE_ACCESSES = 400_000
+SAMPLE_ACCESSES = 200_000
 EXACT_ACCESSES = 2_000_000
+OWN_ACCESSES = 100_000
 ERROR_GROUPS = 8
 _FLUSH_ACCESSES = 1 << 19
 _HASH_BITS = 62
 
-_TAIL, _ROOT, _NOT_LEGAL = 1, 2, 4
+TAIL, _ROOT, _NOT_LEGAL = 1, 2, 4
 
 
 def numeric_ids(hashes: Sequence[BlockHash]) -> Sequence[int]:
@@ -95,7 +96,7 @@ class AccessCollector:
         if row.tail_block_hash is not None:
             self._ids += numeric_ids((row.tail_block_hash,))
             self._tokens.append(row.input_len - num_full * self.block_size)
-            self._flags.append(_TAIL)
+            self._flags.append(TAIL)
         if num_full:
             self.num_prompts += 1
             self._ids += reversed(numeric_ids(row.prefix_block_hash))
@@ -154,6 +155,18 @@ class AccessCollector:
         self._num_kept += len(part[0])
 
 
+def thinned(accesses: Accesses, limit: int) -> Accesses:
+    """The same uses, or those of a random half, quarter, ... of the blocks that is no larger than `limit`."""
+    halvings = 0
+    while len(accesses.ids) > limit << halvings:
+        halvings += 1
+    if not halvings:
+        return accesses
+    chosen = (mix(accesses.ids ^ 0x2545F491) >> np.uint64(64 - halvings)) == 0
+    columns = (accesses.ids[chosen], accesses.request[chosen], accesses.tokens[chosen], accesses.flags[chosen])
+    return Accesses(*columns, accesses.rate * 0.5**halvings, *accesses[5:])
+
+
 def mix(ids: Ints) -> NDArray[np.uint64]:
     """Spread ids evenly over 64 bits (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
     x = ids.astype(np.uint64)
@@ -182,7 +195,7 @@ def infinite_hit_rates(accesses: Accesses, num_requests: int, block_size: int) -
     flags, rate = accesses.flags, accesses.rate
     surplus = accesses.num_accesses * rate - len(accesses.ids)
     tokens = max(1, accesses.num_tokens) * rate
-    legal = (flags & (_TAIL | _NOT_LEGAL)) == 0
+    legal = (flags & (TAIL | _NOT_LEGAL)) == 0
     new_roots = (first & (flags & _ROOT > 0)).sum() / rate
     return HitRates(
         token=float((accesses.tokens[~first].sum() + surplus * block_size) / tokens),
@@ -247,27 +260,39 @@ def larger_before(values: Ints) -> Ints:
 
 
 class CurvePoint(NamedTuple):
-    """Token hit rates of a cache of `cache_tokens`: under LRU, and under the best policy possible. `*_error` is one
-    standard error where the uses were sampled, 0 where they were not."""
+    """Token hit rates of a cache of `cache_tokens`: under LRU, under the best policy possible, and (where asked for)
+    under Pellucid's own. `*_error` is one standard error where the uses were sampled, 0 where they were not."""
 
     cache_tokens: int
     lru: float
     belady: float
+    pellucid: float | None = None
     lru_error: float = 0.0
     belady_error: float = 0.0
 
 
+Policy = Callable[[Accesses, int], NDArray[np.bool_]]
+"""Which uses hit in a cache of so many blocks."""
+
+
 def capacity_curve(
-    accesses: Accesses, block_size: int, sizes: Sequence[int], progress: Callable[[float], None] = lambda share: None
+    accesses: Accesses,
+    block_size: int,
+    sizes: Sequence[int],
+    *,
+    own: Policy | None = None,
+    progress: Callable[[float], None] = lambda share: None,
 ) -> list[CurvePoint]:
-    """Hit rate against cache size (in tokens). `progress` is told the share done."""
-    lru, belady = _hit_curves(accesses, block_size, sizes, progress)
-    if accesses.rate == 1.0:
-        return [CurvePoint(size, lru[i], belady[i]) for i, size in enumerate(sizes)]
-    parts = [_hit_curves(part, block_size, sizes, lambda share: None) for part in _disjoint_parts(accesses)]
-    errors = np.std(np.array(parts), axis=0, ddof=1) / np.sqrt(ERROR_GROUPS)
+    """Hit rate against cache size (in tokens), with a third curve for the policy `own`, which is real code and slow: it
+    sees at most `OWN_ACCESSES` uses. `progress` is told the share done."""
+    lru, belady, third = _hit_curves(accesses, block_size, sizes, own, progress)
+    errors = np.zeros((2, len(sizes)))
+    if accesses.rate < 1.0:
+        parts = [_hit_curves(part, block_size, sizes, None)[:2] for part in _disjoint_parts(accesses)]
+        errors = np.std(np.array(parts), axis=0, ddof=1) / np.sqrt(ERROR_GROUPS)
     return [
-        CurvePoint(size, lru[i], belady[i], float(errors[0, i]), float(errors[1, i])) for i, size in enumerate(sizes)
+        CurvePoint(size, lru[i], belady[i], third[i] if own else None, float(errors[0, i]), float(errors[1, i]))
+        for i, size in enumerate(sizes)
     ]
 
 
@@ -282,22 +307,36 @@ def _disjoint_parts(accesses: Accesses) -> list[Accesses]:
 
 
 def _hit_curves(
-    accesses: Accesses, block_size: int, sizes: Sequence[int], progress: Callable[[float], None]
-) -> tuple[list[float], list[float]]:
+    accesses: Accesses,
+    block_size: int,
+    sizes: Sequence[int],
+    own: Policy | None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> tuple[list[float], list[float], list[float]]:
     rate, total = accesses.rate, max(1, accesses.num_tokens)
     surplus = accesses.num_accesses * rate - len(accesses.ids)
-    full = accesses.flags & _TAIL == 0
+    full = accesses.flags & TAIL == 0
     distances = np.sort(reuse_distances(accesses)[full])
     distances = distances[np.searchsorted(distances, 0) :]
-    progress(0.3)
-    lru, belady = [], []
+    few = thinned(accesses, OWN_ACCESSES)
+    progress(0.1)
+    lru, belady, third = [], [], []
     for index, size in enumerate(sizes):
         room = size // block_size * rate
         found = float(np.searchsorted(distances, room, side="left")) if room >= 1 else 0.0
         lru.append(_rate(found + surplus, block_size, rate, total))
-        belady.append(_rate(belady_hits(accesses, int(room)) + surplus, block_size, rate, total))
-        progress(0.3 + 0.7 * (index + 1) / len(sizes))
-    return lru, [max(a, b) for a, b in zip(lru, belady)]
+        best = belady_hits(accesses, int(room)) + surplus
+        belady.append(max(lru[-1], _rate(best, block_size, rate, total)))
+        if own is not None:
+            third.append(_own_rate(own, few, block_size, size))
+        progress(0.1 + 0.9 * (index + 1) / len(sizes))
+    return lru, belady, third
+
+
+def _own_rate(own: Policy, accesses: Accesses, block_size: int, size: int) -> float:
+    surplus = accesses.num_accesses * accesses.rate - len(accesses.ids)
+    hits = own(accesses, int(size // block_size * accesses.rate)) & (accesses.flags & TAIL == 0)
+    return _rate(float(hits.sum()) + surplus, block_size, accesses.rate, max(1, accesses.num_tokens))
 
 
 def _rate(hits: float, block_size: int, rate: float, total_tokens: int) -> float:
@@ -305,23 +344,26 @@ def _rate(hits: float, block_size: int, rate: float, total_tokens: int) -> float
 
 
 def belady_hits(accesses: Accesses, num_blocks: int) -> int:
-    """Hits on full blocks of a cache of `num_blocks` that knows the future (Belady's MIN, free to keep a block out).
+    """Hits on full blocks of a cache of `num_blocks` that knows the future. No online policy can hit more often."""
+    return int((belady_mask(accesses, num_blocks) & (accesses.flags & TAIL == 0)).sum())
 
-    After each use the cache holds, of the blocks it has seen, those whose next use is nearest. No online policy can hit
-    more often.
+
+def belady_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
+    """Which uses hit under Belady's MIN, free to keep a block out.
+
+    After each use the cache holds, of the blocks it has seen, those whose next use is nearest.
     """
+    mask = np.zeros(len(accesses.ids), bool)
     if num_blocks < 1:
-        return 0
+        return mask
     following = _next_request(accesses)
-    previous = previous_use(accesses.ids)
-    touched = np.flatnonzero((previous >= 0) | (following >= 0))
-    counted = (accesses.flags[touched] & _TAIL == 0).tolist()
+    touched = np.flatnonzero((previous_use(accesses.ids) >= 0) | (following >= 0))
     held: dict[int, int] = {}
     heap: list[tuple[int, int]] = []
-    hits = 0
-    for block, upcoming, counts in zip(accesses.ids[touched].tolist(), following[touched].tolist(), counted):
-        if held.pop(block, None) is not None and counts:
-            hits += 1
+    hits: list[int] = []
+    for use, block, upcoming in zip(touched.tolist(), accesses.ids[touched].tolist(), following[touched].tolist()):
+        if held.pop(block, None) is not None:
+            hits.append(use)
         if upcoming < 0:
             continue
         held[block] = upcoming
@@ -330,7 +372,25 @@ def belady_hits(accesses: Accesses, num_blocks: int) -> int:
             farthest, victim = heapq.heappop(heap)
             if held.get(victim) == -farthest:
                 del held[victim]
-    return hits
+    mask[hits] = True
+    return mask
+
+
+def lru_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
+    """Which uses hit under LRU."""
+    distances = reuse_distances(accesses)
+    return (distances >= 0) & (distances < num_blocks)
+
+
+def infinite_mask(accesses: Accesses) -> NDArray[np.bool_]:
+    """Which uses hit in a cache that never forgets."""
+    return previous_use(accesses.ids) >= 0
+
+
+def cached_tokens_by_request(accesses: Accesses, hits: NDArray[np.bool_], num_requests: int) -> Ints:
+    """Prompt tokens of each request that an engine takes from the cache: full blocks, at least one token computed."""
+    usable = hits & ((accesses.flags & (TAIL | _NOT_LEGAL)) == 0)
+    return np.bincount(accesses.request[usable], accesses.tokens[usable], minlength=num_requests).astype(np.int64)
 
 
 def _next_request(accesses: Accesses) -> Ints:
@@ -342,10 +402,11 @@ def _next_request(accesses: Accesses) -> Ints:
     return following
 
 
-def curve_sizes(accesses: Accesses, block_size: int, num_points: int = 12) -> list[int]:
-    """Cache sizes worth plotting: round numbers of tokens from 1/1000 of all distinct blocks to a little over all."""
+def curve_sizes(accesses: Accesses, block_size: int, longest_prompt: int, num_points: int = 12) -> list[int]:
+    """Cache sizes worth plotting, in tokens: from what holds the longest prompt (a smaller cache cannot even serve it)
+    or 1/1000 of all distinct blocks, to a little over all."""
     distinct = len(np.unique(accesses.ids)) / accesses.rate * block_size
     if distinct < block_size:
         return []
-    raw = np.geomspace(max(block_size, distinct / 1000), distinct * 1.05, num_points)
-    return sorted({int(-(-size // block_size) * block_size) for size in raw})
+    low = min(distinct, max(block_size, longest_prompt, distinct / 1000))
+    return sorted({int(-(-size // block_size) * block_size) for size in np.geomspace(low, distinct * 1.05, num_points)})

@@ -15,7 +15,7 @@ from pellucid.workload.metrics import SLO
 from pellucid.workload.prompts import WORDS, PromptMaker, expected_cached
 from pellucid.workload.run import RunOptions, run_workload
 from pellucid.workload.trace import TraceRequest
-from pellucid.workload.workloads import HeadOfLine, Replay, named_workload
+from pellucid.workload.workloads import HeadOfLine, Pacing, Replay, named_workload
 
 SLACK = 0.5
 """Seconds that a read may come after its write on a busy machine. Reads are never early."""
@@ -133,7 +133,9 @@ async def test_a_failed_turn_ends_its_session() -> None:
 @pytest.mark.parametrize("mode", ["open", "closed", "hol"])
 async def test_an_interrupted_run_keeps_what_it_has(mode: str) -> None:
     rows = [TraceRequest(arrival_time=0.0, input_len=4, output_len=3 if i < 2 else 5000) for i in range(4)]
-    workload = HeadOfLine() if mode == "hol" else Replay("t", rows, 0, concurrency=4 if mode == "closed" else None)
+    workload = (
+        HeadOfLine() if mode == "hol" else Replay("t", rows, 0, Pacing(concurrency=4 if mode == "closed" else None))
+    )
     async with FakeServer().running() as server, LoadClient(Target(url=server.url, model="fake")) as client:
         run = asyncio.create_task(run_workload(client, workload, RunOptions(warmup=False)))
         await asyncio.sleep(1.5)
@@ -153,7 +155,7 @@ async def test_a_whole_replay_and_its_document() -> None:
         TraceRequest(arrival_time=0.05 * i, input_len=40, output_len=4, prefix_block_hash=shared, tenant=f"t{i % 2}")
         for i in range(8)
     ]
-    workload = Replay("made", rows, 16, speed=2.0)
+    workload = Replay("made", rows, 16, Pacing(speed=2.0))
     async with FakeServer().running() as server, LoadClient(Target(url=server.url, model="fake")) as client:
         options = RunOptions(salt="s1", slo=SLO.parse("ttft=30s,itl=10s"), compat=True)
         document = (await run_workload(client, workload, options)).document
@@ -164,7 +166,7 @@ async def test_a_whole_replay_and_its_document() -> None:
     assert document["cached"]["observed"] is None, "the server does not tell"
     assert set(document["tenants"]) == {"t0", "t1"}
     assert set(document["compat"]) == {"vllm", "sglang", "aiperf", "guidellm"}
-    assert document["schedule_sha256"] == Replay("made", rows, 16, speed=2.0).schedule_digest()
+    assert document["schedule_sha256"] == Replay("made", rows, 16, Pacing(speed=2.0)).schedule_digest()
     assert document["schedule_sha256"] != Replay("made", rows, 16).schedule_digest()
     prompts = [body["prompt"].split() for body in server.bodies[-8:]]
     assert len({tuple(prompt[:32]) for prompt in prompts}) == 1, "the shared blocks are shared on the wire"

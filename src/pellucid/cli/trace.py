@@ -84,7 +84,8 @@ def lint_command(
     trace = read(file, format_name, tokenizer, block_size, skip_bad)
     report = lint(trace)
     if as_json:
-        print_json({"trace": str(file), "format": trace.format_name, **report._asdict()})
+        findings = [finding._asdict() for finding in report.findings]
+        print_json({"trace": str(file), "format": trace.format_name, **report._asdict(), "findings": findings})
     else:
         trace_view.print_lint(trace, report)
     raise typer.Exit(1 if report.findings else 0)

@@ -19,6 +19,14 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _PIPE_WIDTH, highlight=False)
 
 
+def table(*headings: str) -> Table:
+    """A plain table: the first column to the left, numbers to the right."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for position, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if position == 0 or heading == "counting" else "right")
+    return made
+
+
 def print_lint(trace: TraceFile, report: LintReport) -> None:
     """The findings, each with its consequence and remedy."""
     out = console()
@@ -40,11 +48,11 @@ def print_analysis(document: dict[str, Any]) -> None:
     out.print(f"[bold]{document['trace']}[/bold]: {document['format']}, {document['num_requests']:,} requests")
     if not document["sorted"]:
         out.print("rows were not in time order; analysed in time order")
-    table = _table("", "mean", "p50", "p90", "p99", "max", "sum")
+    rows = table("", "mean", "p50", "p90", "p99", "max", "sum")
     for side in ("input", "output"):
         row = lengths[side]
-        table.add_row(f"{side} tokens", *(_count(row[key]) for key in ("mean", "p50", "p90", "p99", "max", "sum")))
-    out.print(table)
+        rows.add_row(f"{side} tokens", *(_count(row[key]) for key in ("mean", "p50", "p90", "p99", "max", "sum")))
+    out.print(rows)
     if arrivals["requests_per_second"] is not None:
         spread = ", ".join(f"{value:.2f} per {width}" for width, value in arrivals["dispersion"].items())
         out.print(
@@ -68,21 +76,21 @@ def _print_prefix(out: Console, reuse: dict[str, Any]) -> None:
         out.print(f"prefix reuse: unknown, {reuse['unknown_because']}")
         return
     about = "about " if reuse["sampled"] else ""
-    table = _table("prefix reuse without a memory limit", "hit rate")
-    table.add_row("tokens (equal partial tails count)", f"{about}{reuse['token_hit_infinite']:.3f}")
-    table.add_row(f"blocks of {reuse['block_size']}", f"{about}{reuse['block_hit_infinite']:.3f}")
-    table.add_row("engine-legal (full blocks, one token computed)", f"{about}{reuse['engine_hit_infinite']:.3f}")
-    table.add_row("requests with any hit", f"{about}{reuse['request_hit_infinite']:.3f}")
+    rows = table("prefix reuse without a memory limit", "hit rate")
+    rows.add_row("tokens (equal partial tails count)", f"{about}{reuse['token_hit_infinite']:.3f}")
+    rows.add_row(f"blocks of {reuse['block_size']}", f"{about}{reuse['block_hit_infinite']:.3f}")
+    rows.add_row("engine-legal (full blocks, one token computed)", f"{about}{reuse['engine_hit_infinite']:.3f}")
+    rows.add_row("requests with any hit", f"{about}{reuse['request_hit_infinite']:.3f}")
     later = reuse["with_generated"]
     if later["rate"] is not None:
-        table.add_row(f"with generated tokens of earlier turns ({later['basis']})", f"{later['rate']:.3f}")
+        rows.add_row(f"with generated tokens of earlier turns ({later['basis']})", f"{later['rate']:.3f}")
     bounds = reuse["bounds"]
     if bounds["lower"] is not None and bounds["engine_block"] != reuse["block_size"]:
-        table.add_row(
+        rows.add_row(
             f"an engine with blocks of {bounds['engine_block']}", f"{bounds['lower']:.3f} to {bounds['upper']:.3f}"
         )
-    out.print(table)
-    curve = _table("cache of", "of all distinct", "LRU", "Pellucid", "best possible")
+    out.print(rows)
+    curve = table("cache of", "of all distinct", "LRU", "Pellucid", "best possible")
     for point in reuse["curve"]:
         curve.add_row(
             f"{_count(point['cache_tokens'])} tokens",
@@ -95,11 +103,11 @@ def _print_prefix(out: Console, reuse: dict[str, Any]) -> None:
 
 
 def _print_ladder(out: Console, document: dict[str, Any]) -> None:
-    table = _table("device-seconds", "needed", "compute", "memory", "devices for the span", "counting")
+    rows = table("device-seconds", "needed", "compute", "memory", "devices for the span", "counting")
     for label, rungs in (("no reuse", document["ladder_no_reuse"]), ("reuse", document["ladder"])):
         for rung in rungs:
             compute, memory, span = (rung.get(key) for key in ("compute_seconds", "memory_seconds", "devices_for_span"))
-            table.add_row(
+            rows.add_row(
                 f"{rung['rung']} ({label})",
                 f"{rung['device_seconds']:,.0f}",
                 f"{compute:,.0f}" if compute is not None else "",
@@ -107,7 +115,7 @@ def _print_ladder(out: Console, document: dict[str, Any]) -> None:
                 f"{span:.2f}" if span is not None else "",
                 rung.get("cache", "") if rung["rung"] in ("capacity", "policy") else rung["meaning"],
             )
-    out.print(table)
+    out.print(rows)
     if "ladder_stops_because" in document:
         out.print(document["ladder_stops_because"])
         return
@@ -129,10 +137,3 @@ def _count(value: float) -> str:
             scale = 1e3 if unit == "k" else size
             return f"{value / scale:.4g}{unit}"
     return f"{value:,.0f}"
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for position, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if position == 0 or heading == "counting" else "right")
-    return table

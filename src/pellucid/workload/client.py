@@ -20,6 +20,9 @@ from pellucid.workload.metrics import RequestRecord
 from pellucid.workload.stream import ReplyStream
 
 Endpoint = Literal["completions", "chat"]
+UNFINISHED = "unfinished"
+"""Status of a request that was open when the run was interrupted."""
+
 _READ_BYTES = 1 << 18
 _SHOWN = 300
 
@@ -138,7 +141,7 @@ class LoadClient:
                 else:
                     status, detail = f"http-{reply.status}", (await reply.text())[:_SHOWN]
         except asyncio.CancelledError:
-            status, detail = "unfinished", "the run ended first"
+            status, detail = UNFINISHED, "the run ended first"
         except TimeoutError:
             status, detail = "timeout", f"no end within {self.target.timeout:g} s"
         except (aiohttp.ClientError, OSError) as error:

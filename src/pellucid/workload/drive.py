@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from pellucid.workload.client import LoadClient, LoadItem
+from pellucid.workload.client import UNFINISHED, LoadClient, LoadItem
 from pellucid.workload.metrics import RequestRecord
 
 LAG_PROBE_SECONDS = 0.01
@@ -146,7 +146,7 @@ async def run_closed(
                     failed = not record.ok
                 records.append(record)
                 on_record(record)
-                if record.status == "unfinished":
+                if record.status == UNFINISHED:
                     raise asyncio.CancelledError
 
     users = [asyncio.create_task(user()) for _ in range(min(concurrency, len(sessions)))]

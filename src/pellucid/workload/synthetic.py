@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gamma, log
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -285,24 +285,13 @@ def _single_rows(spec: SynthSpec) -> Iterator[TraceRequest]:
         yield _row(at, segments, output_len, spec.block_size, tenant=draws.tenant())
 
 
-def _row(
-    at: float,
-    segments: Sequence[Segment],
-    output_len: int,
-    block_size: int,
-    *,
-    tenant: str,
-    session: str = "",
-    turn: int | None = None,
-) -> TraceRequest:
+def _row(at: float, segments: Sequence[Segment], output_len: int, block_size: int, **whose: Any) -> TraceRequest:
     return TraceRequest(
         arrival_time=at,
         input_len=sum(segment.num_tokens for segment in segments),
         output_len=output_len,
         prefix_block_hash=segment_hashes(segments, block_size),
-        tenant=tenant,
-        session=session,
-        turn=turn,
+        **whose,
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pellucid.core.errors import ConfigError
-from pellucid.workload.client import LoadClient, LoadItem
+from pellucid.workload.client import UNFINISHED, LoadClient, LoadItem
 from pellucid.workload.drive import OnRecord, run_closed, run_open
 from pellucid.workload.metrics import Clocking, RequestRecord, summarise, tokens_inside
 from pellucid.workload.prompts import PromptMaker, expected_cached
@@ -229,7 +229,7 @@ class _HeadOfLineRun:
         )
         self.records.append(record)
         self.on_record(record)
-        if record.status == "unfinished":
+        if record.status == UNFINISHED:
             raise asyncio.CancelledError
 
 
@@ -249,28 +249,31 @@ def named_workload(name: str) -> Workload:
     return NAMED[name]()
 
 
-class Replay:
-    """The rows of a trace, real or synthetic: in open loop at their own times, or in closed loop by session.
+class Pacing(NamedTuple):
+    """How the rows of a trace are sent.
 
-    `speed` divides all times. In open loop, rows due in the first `ramp` seconds load the server but are not measured,
-    and rows due from `measured_until` on only keep the load up until the measured ones are answered. In closed loop
-    `concurrency` users work through the sessions in the order of their first arrival; a row without a session is one.
+    `speed` divides all times. In open loop (`concurrency` None) rows due in the first `ramp` seconds load the server
+    but are not measured, and rows due from `measured_until` on only keep the load up until the measured ones are
+    answered. In closed loop `concurrency` users work through the sessions in the order of their first arrival, with a
+    pause of `think_seconds` between turns; a row without a session is one of its own.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rows: Sequence[TraceRequest],
-        block_size: int,
-        *,
-        speed: float = 1.0,
-        ramp: float = 0.0,
-        measured_until: float | None = None,
-        concurrency: int | None = None,
-        think_seconds: float = 0.0,
-    ) -> None:
-        if not 0 < speed < float("inf"):
-            raise ConfigError(f"--speed is {speed:g}; it must be positive")
+    speed: float = 1.0
+    ramp: float = 0.0
+    measured_until: float = float("inf")
+    concurrency: int | None = None
+    think_seconds: float = 0.0
+
+
+_AS_RECORDED = Pacing()
+
+
+class Replay:
+    """The rows of a trace, real or synthetic: in open loop at their own times, or in closed loop by session."""
+
+    def __init__(self, name: str, rows: Sequence[TraceRequest], block_size: int, pacing: Pacing = _AS_RECORDED) -> None:
+        if not 0 < pacing.speed < float("inf"):
+            raise ConfigError(f"--speed is {pacing.speed:g}; it must be positive")
         empty = sum(1 for row in rows if row.input_len < 1 or row.output_len < 1)
         if empty:
             raise ConfigError(
@@ -280,36 +283,32 @@ class Replay:
         if not rows:
             raise ConfigError(f"{name}: no request to send")
         self.name = name
-        self.clocking = Clocking(open_loop=concurrency is None)
+        self.clocking = Clocking(open_loop=pacing.concurrency is None)
         self._rows = sorted(rows, key=lambda row: row.arrival_time)
         self._block_size = block_size
-        self._speed = speed
+        self._pacing = pacing
         self._origin = min(0.0, self._rows[0].arrival_time)
-        self._ramp = ramp
-        self._until = float("inf") if measured_until is None else measured_until
-        self._concurrency = concurrency
-        self._think_seconds = think_seconds
 
     @property
     def num_requests(self) -> int | None:
-        if self._concurrency is not None:
+        if self._pacing.concurrency is not None:
             return len(self._rows)
         return sum(1 for row in self._rows if self._measured(self._due(row)))
 
     def _due(self, row: TraceRequest) -> float:
-        return (row.arrival_time - self._origin) / self._speed
+        return (row.arrival_time - self._origin) / self._pacing.speed
 
     def _measured(self, due: float) -> bool:
-        return self._ramp <= due < self._until
+        return self._pacing.ramp <= due < self._pacing.measured_until
 
     def schedule_digest(self) -> str | None:
-        digest = hashlib.sha256(f"{self._concurrency} {self._think_seconds}".encode())
+        digest = hashlib.sha256(f"{self._pacing.concurrency} {self._pacing.think_seconds}".encode())
         for row in self._rows:
             digest.update(f"{self._due(row):.9f} {row.input_len} {row.output_len} {row.session}\n".encode())
         return digest.hexdigest()
 
     async def run(self, client: LoadClient, prompts: PromptMaker, on_record: OnRecord) -> list[RequestRecord]:
-        if self._concurrency is None:
+        if self._pacing.concurrency is None:
             return await run_open(client, self._items(prompts), on_record=on_record)
         sessions: dict[str, list[LoadItem]] = {}
         for item in self._items(prompts):
@@ -317,13 +316,13 @@ class Replay:
         return await run_closed(
             client,
             list(sessions.values()),
-            concurrency=self._concurrency,
-            think_seconds=self._think_seconds,
+            concurrency=self._pacing.concurrency,
+            think_seconds=self._pacing.think_seconds,
             on_record=on_record,
         )
 
     def _items(self, prompts: PromptMaker) -> Iterator[LoadItem]:
-        open_loop = self._concurrency is None
+        open_loop = self._pacing.concurrency is None
         shared = expected_cached(self._rows, self._block_size)
         for index, row in enumerate(self._rows):
             due = self._due(row)
@@ -341,11 +340,15 @@ class Replay:
 
     def window(self, records: Sequence[RequestRecord]) -> tuple[float, float]:
         """Open loop: the time in which measured requests fall due; closed loop: the whole run."""
-        if self._concurrency is not None:
+        if self._pacing.concurrency is not None:
             return whole_run(records)
-        last = max((record.scheduled for record in records), default=self._ramp)
-        end = self._until if self._until < float("inf") else max(last, self._ramp + 1e-3)
-        return (self._ramp, end)
+        last = max((record.scheduled for record in records), default=self._pacing.ramp)
+        end = (
+            self._pacing.measured_until
+            if self._pacing.measured_until < float("inf")
+            else max(last, self._pacing.ramp + 1e-3)
+        )
+        return (self._pacing.ramp, end)
 
     def highlights(self, records: Sequence[RequestRecord]) -> dict[str, Any]:
         low, high = self.window(records)

@@ -22,12 +22,19 @@ class FakeServer:
     """
 
     def __init__(
-        self, *, first_delay: float = 0.02, gap: float = 0.01, tokens_per_chunk: int = 1, fail: str = ""
+        self,
+        *,
+        first_delay: float = 0.02,
+        gap: float = 0.01,
+        tokens_per_chunk: int = 1,
+        fail: str = "",
+        tokenize_field: str = "prompt",
     ) -> None:
         self.first_delay = first_delay
         self.gap = gap
         self.tokens_per_chunk = tokens_per_chunk
         self.fail = fail
+        self.tokenize_field = tokenize_field
         self.bodies: list[dict[str, Any]] = []
         self.arrivals: list[float] = []
         self.stamps: list[list[float]] = []
@@ -56,8 +63,11 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [{"id": "fake"}]})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        prompt = (await request.json())["prompt"]
-        return web.json_response({"tokens": [sum(prompt.encode()) % 5000], "count": 1})
+        body = await request.json()
+        if self.tokenize_field not in body:
+            return web.json_response({"error": {"message": "unknown field"}}, status=400)
+        words = body[self.tokenize_field].split()
+        return web.json_response({"tokens": [sum(word.encode()) % 5000 for word in words], "count": len(words)})
 
     async def _reply(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -36,7 +36,7 @@ class ToyDevice:
             Rung("parameters", linear, linear, None, ""),
             Rung("attention", compute, compute, None, ""),
             Rung("bandwidth", compute, compute, 1.0, ""),
-            Rung("capacity", compute + weights, compute, weights, ""),
+            Rung("capacity", max(compute, weights), compute, weights, ""),
         ]
 
     def room(self, num_devices: int, context: int) -> Room:
@@ -64,6 +64,19 @@ def test_stable_names_and_order_of_the_ladder(data: Path) -> None:
     assert seconds == sorted(seconds), "each rung knows more than the one before"
     assert document["ladder_no_reuse"][1]["device_seconds"] > seconds[1]
     msgspec.json.encode(document)
+
+
+def test_a_sampled_ladder_is_close_to_the_exact_one(shared_traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    question = Question(cache_sizes=(1_000_000,), ceilings=ToyDevice(2_000_000))
+    trace = open_trace(shared_traces / "mooncake_synthetic.jsonl")
+    exact = analyze(trace, question).document
+    monkeypatch.setattr(prefix, "EXACT_ACCESSES", 10_000)
+    monkeypatch.setattr(prefix, "SAMPLE_ACCESSES", 40_000)
+    sampled = analyze(trace, question).document
+    assert sampled["prefix"]["sampled"]
+    assert not exact["prefix"]["sampled"]
+    for guess, truth in zip(sampled["ladder"], exact["ladder"], strict=True):
+        assert guess["device_seconds"] == pytest.approx(truth["device_seconds"], rel=0.06), truth["rung"]
 
 
 def test_the_least_number_of_devices_is_enough_and_least(data: Path) -> None:

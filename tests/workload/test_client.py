@@ -9,7 +9,7 @@ import time
 import pytest
 from tests.workload.fake_server import FakeServer
 
-from pellucid.workload.client import BenchError, LoadClient, LoadItem, Target, single_token_words
+from pellucid.workload.client import BenchError, LoadClient, LoadItem, Target, server_tokenizer, single_token_words
 from pellucid.workload.drive import run_closed, run_open
 from pellucid.workload.metrics import SLO
 from pellucid.workload.prompts import WORDS, PromptMaker, expected_cached
@@ -201,16 +201,23 @@ async def test_head_of_line_groups() -> None:
     assert sum(len(body["prompt"].split()) == 6000 for body in server.bodies) == 3
 
 
-async def test_ids_from_the_servers_tokenizer() -> None:
-    async with FakeServer().running() as server, LoadClient(Target(url=server.url, model="fake")) as client:
-        pool = await single_token_words(client, WORDS)
+@pytest.mark.parametrize("dialect", ["prompt", "content"])
+async def test_ids_from_the_servers_tokenizer(dialect: str) -> None:
+    async with FakeServer(tokenize_field=dialect).running() as server, LoadClient(Target(url=server.url)) as client:
+        pool = await single_token_words(WORDS, server_tokenizer(client))
         assert len(pool) >= 32
-        with pytest.raises(BenchError, match="only 1 of 3 common words"):
-            await single_token_words(client, ("a", "b", "c"), tokenize=lambda text: [5])
         prompt = PromptMaker("s", pool).fresh("x", 50)
         assert isinstance(prompt, list)
         record = await client.send(LoadItem(index=0, prompt=prompt, output_len=1))
     assert record.prompt_tokens == 50
+
+
+async def test_a_tokenizer_that_splits_words_gives_no_pool() -> None:
+    async def split(text: str) -> list[int]:
+        return list(text.encode())
+
+    with pytest.raises(BenchError, match="only 0 of"):
+        await single_token_words(WORDS, split)
 
 
 def test_prompts_share_what_the_rows_share_and_nothing_between_salts() -> None:

@@ -213,3 +213,19 @@ def test_a_sample_is_close_and_says_how_close(shared_traces: Path, monkeypatch: 
     rates = infinite_hit_rates(sampled, collector.num_requests, 512)
     assert rates.token == pytest.approx(truth_rates.token, abs=0.02)
     assert rates.request == pytest.approx(truth_rates.request, abs=0.05)
+
+
+def test_one_hot_block_does_not_empty_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt begins with the same block: its uses alone outgrow the limit."""
+    monkeypatch.setattr(prefix, "EXACT_ACCESSES", 1000)
+    monkeypatch.setattr(prefix, "MIN_SAMPLED_BLOCKS", 50)
+    monkeypatch.setattr(prefix, "_FLUSH_ACCESSES", 500)
+    collector = AccessCollector(BLOCK, 100)
+    for number in range(5000):
+        ids = (0, 10 + number // 2)
+        collector.add(TraceRequest(arrival_time=0.0, input_len=2 * BLOCK, output_len=1, prefix_block_hash=ids))
+    accesses = collector.result()
+    assert accesses.rate < 1.0
+    assert len(np.unique(accesses.ids)) > 20
+    rates = infinite_hit_rates(accesses, 5000, BLOCK)
+    assert rates.token == pytest.approx(0.75, abs=0.05)

@@ -6,7 +6,7 @@ Results go to stdout, progress to stderr. Ctrl-C ends a run early and still repo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,7 +23,7 @@ from pellucid.cli.tokenizing import encoder
 from pellucid.cli.trace import print_json
 from pellucid.core.errors import ConfigError
 from pellucid.workload.capacity import CapacitySearch, sweep_rates
-from pellucid.workload.client import BenchError, LoadClient, Target, single_token_words
+from pellucid.workload.client import BenchError, LoadClient, Target, Tokenize, server_tokenizer, single_token_words
 from pellucid.workload.compare import compare_runs, load_run
 from pellucid.workload.metrics import SLO, RequestRecord, parse_seconds
 from pellucid.workload.prompts import WORDS
@@ -225,9 +225,19 @@ class _Session:
                 self.target = msgspec.structs.replace(self.target, model=await client.served_model())
                 client.target = self.target
             if self._ids and self.options.token_ids is None:
-                pool = tuple(await single_token_words(client, WORDS, self._encode))
+                pool = tuple(await single_token_words(WORDS, self._tokenizer(client)))
                 self.options = msgspec.structs.replace(self.options, token_ids=pool)
         return LoadClient(self.target)
+
+    def _tokenizer(self, client: LoadClient) -> Tokenize:
+        encode = self._encode
+        if encode is None:
+            return server_tokenizer(client)
+
+        async def tokenize(text: str) -> Sequence[int]:
+            return encode(text)
+
+        return tokenize
 
     async def measure(self, loads: list[Load]) -> list[RunResult]:
         results = []

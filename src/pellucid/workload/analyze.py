@@ -311,6 +311,10 @@ def _bounds(columns: Columns, accesses: prefix.Accesses, engine_block: int, foun
     }
 
 
+Weighted = tuple[list[tuple[int, int, int]], float]
+"""Requests of (input, output, cached) tokens, and how often each counts in a sum."""
+
+
 class _Work(NamedTuple):
     """What the ladder is computed from."""
 
@@ -320,33 +324,51 @@ class _Work(NamedTuple):
     block_size: int
     span: float
 
-    def cached(self, hits: NDArray[np.bool_] | None) -> Ints:
-        """Cached tokens of each request. Where uses are a sample, every prompt gets the same share."""
-        num_requests = len(self.inputs)
-        if hits is None or not len(self.accesses.ids):
-            return np.zeros(num_requests, np.int64)
-        found = prefix.cached_tokens_by_request(self.accesses, hits, num_requests)
-        if self.accesses.rate < 1.0:
-            surplus = self.accesses.num_accesses * self.accesses.rate - len(self.accesses.ids)
-            tokens = max(0.0, found.sum() + surplus * self.block_size)
-            share = min(1.0, tokens / self.accesses.rate / max(1, self.accesses.num_tokens))
-            found = (self.inputs * share).astype(np.int64)
-        return np.minimum(found, np.maximum(self.inputs - 1, 0))
+    def pieces(self, hits: NDArray[np.bool_] | None) -> list[Weighted]:
+        """Requests whose weighted sum is the work of the trace under these cache hits.
 
-    def rows(self, cached: Ints) -> tuple[list[tuple[int, int, int]], float]:
-        """Requests to add up, and the weight of each: all of them, or every k-th of very many."""
+        With all uses known that is every request with its cached tokens. With a sample of uses, it is every request
+        without a cache, and for each hit found what its block saves: the request with the prefix up to and including
+        that block cached, less the request with the prefix before it, weighted by the inverse of the sampling rate.
+        The sample's surplus goes to first blocks.
+        """
+        if hits is None or not len(self.accesses.ids):
+            return [self._requests(np.zeros(len(self.inputs), np.int64))]
+        if self.accesses.rate == 1.0:
+            return [self._requests(prefix.cached_tokens_by_request(self.accesses, hits, len(self.inputs)))]
+        uses = np.flatnonzero(hits & self.accesses.legal)
+        found = self._savings(self.accesses.request[uses], self.accesses.position[uses], 1.0 / self.accesses.rate)
+        first = np.flatnonzero(self.inputs > self.block_size)
+        share = self.accesses.surplus / self.accesses.rate / max(1, len(first))
+        corrected = self._savings(first, np.zeros(len(first), np.int64), share)
+        return [self._requests(np.zeros(len(self.inputs), np.int64)), *found, *corrected]
+
+    def _requests(self, cached: Ints) -> Weighted:
         usable = np.flatnonzero((self.inputs > 0) & (self.outputs > 0))
         picked = usable[:: max(1, -(-len(usable) // LADDER_ROWS))]
-        columns = (self.inputs[picked].tolist(), self.outputs[picked].tolist(), cached[picked].tolist())
         weight = float(self.outputs[usable].sum() / max(1, self.outputs[picked].sum()))
-        return list(zip(*columns)), weight
+        return self._rows(picked, np.minimum(cached, np.maximum(self.inputs - 1, 0))[picked]), weight
+
+    def _savings(self, requests: Ints, position: Ints, weight: float) -> list[Weighted]:
+        """What caching the block at `position` of each request saves, once the blocks before it are cached."""
+        usable = np.flatnonzero(self.outputs[requests] > 0)
+        picked = usable[:: max(1, -(-len(usable) // LADDER_ROWS))]
+        if not len(picked):
+            return []
+        weight *= len(usable) / len(picked)
+        before = position[picked] * self.block_size
+        with_block = self._rows(requests[picked], before + self.block_size)
+        return [(with_block, weight), (self._rows(requests[picked], before), -weight)]
+
+    def _rows(self, requests: Ints, cached: Ints) -> list[tuple[int, int, int]]:
+        return list(zip(self.inputs[requests].tolist(), self.outputs[requests].tolist(), cached.tolist()))
 
 
 def _ladder(work: _Work, ceilings: Ceilings, progress: Progress) -> dict[str, Any]:
     """The rungs in device-seconds, the least number of devices, and what a perfect scheduler could reach on them."""
     context = _decode_context(work)
-    no_reuse = _rungs(work, ceilings, work.cached(None), 1.0)[:3]
-    ideal = _rungs(work, ceilings, work.cached(prefix.infinite_mask(work.accesses)), 1.0)[:3]
+    no_reuse = _rungs(work, ceilings, None, 1.0)[:3]
+    ideal = _rungs(work, ceilings, prefix.infinite_mask(work.accesses), 1.0)[:3]
     ladder = [{**rung, "cache": "infinite"} for rung in ideal]
     document: dict[str, Any] = {"ladder_no_reuse": no_reuse, "ladder": ladder}
     num_devices = _least_devices(work, ceilings, context, progress)
@@ -416,16 +438,21 @@ def _memory_rung(work: _Work, ceilings: Ceilings, num_devices: int, policy: pref
     room = ceilings.room(num_devices, context)
     batch = max(1.0, room.kv_tokens / room.num_replicas / context)
     num_blocks = int(room.kv_tokens // work.block_size * work.accesses.rate) if work.block_size else 0
-    cached = work.cached(policy(work.accesses, num_blocks))
-    return {**_rungs(work, ceilings, cached, batch)[3], "batch": batch}
+    return {**_rungs(work, ceilings, policy(work.accesses, num_blocks), batch)[3], "batch": batch}
 
 
-def _rungs(work: _Work, ceilings: Ceilings, cached: Ints, batch: float) -> list[dict[str, Any]]:
-    rows, weight = work.rows(cached)
+def _rungs(work: _Work, ceilings: Ceilings, hits: NDArray[np.bool_] | None, batch: float) -> list[dict[str, Any]]:
+    """The planner's rungs for the work under these hits. Seconds add up over requests; the larger ceiling of the sums
+    decides."""
+    parts = [(ceilings.rungs(rows, batch), weight) for rows, weight in work.pieces(hits)]
     found = []
-    for rung in ceilings.rungs(rows, batch):
-        seconds = {key: value * weight for key, value in rung._asdict().items() if isinstance(value, float)}
-        found.append({"rung": rung.name, **seconds, "meaning": rung.meaning})
+    for index, rung in enumerate(parts[0][0]):
+        seconds = {
+            name: sum(weight * (getattr(rungs[index], name) or 0.0) for rungs, weight in parts)
+            for name in ("compute_seconds", "memory_seconds")
+            if getattr(rung, name) is not None
+        }
+        found.append({"rung": rung.name, "device_seconds": max(seconds.values()), **seconds, "meaning": rung.meaning})
     return found
 
 

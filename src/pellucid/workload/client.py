@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ Endpoint = Literal["completions", "chat"]
 UNFINISHED = "unfinished"
 """Status of a request that was open when the run was interrupted."""
 
+MIN_TOKEN_POOL = 32
 _READ_BYTES = 1 << 18
 _SHOWN = 300
 
@@ -206,24 +208,36 @@ def _record(item: LoadItem, sent: float, status: str, detail: str, stream: Reply
     )
 
 
-async def single_token_words(client: LoadClient, words: tuple[str, ...], tokenize: Any = None) -> list[int]:
-    """Ids of those words that are one token behind a space, by the target's `/tokenize`, or by `tokenize(text)`.
+Tokenize = Callable[[str], Awaitable[Sequence[int]]]
 
-    Raises BenchError when the server has no such endpoint or too few words qualify.
-    """
-    ids = []
-    for word in words:
-        if tokenize is not None:
-            tokens = list(tokenize(f" {word}"))
-        else:
-            question = {"model": client.target.model, "prompt": f" {word}", "content": f" {word}"}
-            reply = await client.post_json("/tokenize", {**question, "add_special_tokens": False})
-            tokens = reply.get("tokens", []) if isinstance(reply, dict) else []
-        if len(tokens) == 1:
-            ids.append(int(tokens[0]))
-    if len(set(ids)) < 32:
+
+async def single_token_words(words: Sequence[str], tokenize: Tokenize) -> list[int]:
+    """Ids of those words that are one token behind a space. Raises BenchError when too few qualify."""
+    together = await tokenize("".join(f" {word}" for word in words))
+    if len(together) == len(words):
+        ids = set(together)
+    else:
+        pieces = [await tokenize(f" {word}") for word in words]
+        ids = {piece[0] for piece in pieces if len(piece) == 1}
+    if len(ids) < MIN_TOKEN_POOL:
         raise BenchError(
-            f"only {len(set(ids))} of {len(words)} common words are single tokens for this server's tokenizer; "
+            f"only {len(ids)} of {len(words)} common words are single tokens for this server's tokenizer; "
             f"use --prompts text"
         )
-    return sorted(set(ids))
+    return sorted(ids)
+
+
+def server_tokenizer(client: LoadClient) -> Tokenize:
+    """The target's own `/tokenize`, asked as vLLM and Pellucid (`prompt`) or as llama.cpp (`content`) understand it."""
+
+    async def tokenize(text: str) -> Sequence[int]:
+        asked = {"add_special_tokens": False}
+        try:
+            reply = await client.post_json("/tokenize", {"model": client.target.model, "prompt": text, **asked})
+        except BenchError:
+            reply = {}
+        if "tokens" not in reply:
+            reply = await client.post_json("/tokenize", {"content": text, "add_special": False})
+        return [int(token) for token in reply["tokens"]]
+
+    return tokenize

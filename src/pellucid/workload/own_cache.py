@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pellucid.core.kv_manager import KVManager
 from pellucid.core.request import Request
 from pellucid.core.sequence import Sequence
-from pellucid.workload.prefix import TAIL, Accesses
+from pellucid.workload.prefix import Accesses
 
 _TOKENS_PER_BLOCK = 2
 """The smallest block of which a prompt can end inside: the manager never reuses a prompt's last token."""
@@ -25,7 +25,7 @@ def own_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
     if num_blocks < 1 or not len(accesses.ids):
         return mask
     manager = KVManager(num_blocks, _TOKENS_PER_BLOCK)
-    full = np.flatnonzero(accesses.flags & TAIL == 0)
+    full = np.flatnonzero(accesses.full)
     bounds = np.flatnonzero(np.diff(accesses.request[full], prepend=-1, append=-1))
     ids = accesses.ids
     for number, (low, high) in enumerate(zip(bounds.tolist(), bounds[1:].tolist())):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +27,11 @@ from numpy.typing import NDArray
 from pellucid.workload.trace import BlockHash, TraceRequest
 
 Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
 
 SAMPLE_ACCESSES = 200_000
 EXACT_ACCESSES = 2_000_000
+MIN_SAMPLED_BLOCKS = 4000
 OWN_ACCESSES = 100_000
 ERROR_GROUPS = 8
 _FLUSH_ACCESSES = 1 << 19
@@ -49,28 +51,62 @@ def _fold(value: BlockHash) -> int:
     return int.from_bytes(hashlib.blake2b(str(value).encode(), digest_size=8).digest(), "little") >> 64 - _HASH_BITS
 
 
-class Accesses(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Accesses:
     """Uses of blocks in time order, each request's from its last block to its first.
 
-    `ids`, `request` (row number), `tokens` (in the block, less than a block for a tail) and `flags` run in parallel.
-    `rate` is the share of blocks that are in it. `num_accesses`, `num_prompts` (with at least one full block) and
-    `num_tokens` are those of the whole trace.
+    `ids`, `request` (row number), `tokens` (in the block, less than a block for a tail), `position` (of the block in
+    its prompt) and `flags` run in parallel. `rate` is the share of blocks that are in it. `num_accesses`, `num_prompts`
+    (with at least one full block) and `num_tokens` are those of the whole trace.
     """
 
     ids: Ints
     request: Ints
     tokens: Ints
-    flags: NDArray[np.uint8]
+    position: Ints
+    flags: Ints
     rate: float
     num_accesses: int
     num_prompts: int
     num_tokens: int
 
+    @property
+    def full(self) -> Mask:
+        """Which uses are of full blocks."""
+        return np.asarray(self.flags & TAIL == 0, np.bool_)
+
+    @property
+    def legal(self) -> Mask:
+        """Which uses an engine can take from a cache: full blocks that leave at least one token of the prompt."""
+        return np.asarray(self.flags & (TAIL | _NOT_LEGAL) == 0, np.bool_)
+
+    @property
+    def surplus(self) -> float:
+        """Uses expected in the sample less those found: put on the most popular blocks, whose chance it mostly is."""
+        return self.num_accesses * self.rate - len(self.ids)
+
+    def part(self, chosen: Mask | Ints, rate: float) -> Accesses:
+        """The chosen uses (by mask or by index), which are a share `rate` of all blocks."""
+        return replace(
+            self,
+            ids=self.ids[chosen],
+            request=self.request[chosen],
+            tokens=self.tokens[chosen],
+            position=self.position[chosen],
+            flags=self.flags[chosen],
+            rate=rate,
+        )
+
+
+_NUM_COLUMNS = 5
+_Columns = tuple[Ints, ...]
+
 
 class AccessCollector:
     """Takes rows and keeps a bounded sample of their block uses. `limit` None keeps all of them.
 
-    Up to `EXACT_ACCESSES` uses everything is kept; beyond, the sample is halved whenever it outgrows `limit`.
+    Up to `EXACT_ACCESSES` uses everything is kept; beyond, the sample is halved whenever it outgrows `limit`, though
+    never to so few blocks that it would say nothing (a few blocks may have very many uses).
     """
 
     def __init__(self, block_size: int, limit: int | None = SAMPLE_ACCESSES) -> None:
@@ -83,10 +119,11 @@ class AccessCollector:
         self._halvings = 0
         self._ids: list[int] = []
         self._tokens: list[int] = []
+        self._positions: list[int] = []
         self._flags: list[int] = []
         self._lengths: list[int] = []
         self._first_row = 0
-        self._kept: list[tuple[Ints, Ints, Ints, NDArray[np.uint8]]] = []
+        self._kept: list[_Columns] = []
         self._num_kept = 0
 
     def add(self, row: TraceRequest) -> None:
@@ -96,11 +133,13 @@ class AccessCollector:
         if row.tail_block_hash is not None:
             self._ids += numeric_ids((row.tail_block_hash,))
             self._tokens.append(row.input_len - num_full * self.block_size)
+            self._positions.append(num_full)
             self._flags.append(TAIL)
         if num_full:
             self.num_prompts += 1
             self._ids += reversed(numeric_ids(row.prefix_block_hash))
             self._tokens += [self.block_size] * num_full
+            self._positions += range(num_full - 1, -1, -1)
             flags = [0] * num_full
             flags[-1] = _ROOT
             flags[0] |= _NOT_LEGAL if num_full * self.block_size >= row.input_len else 0
@@ -116,16 +155,17 @@ class AccessCollector:
         """All uses kept, with requests in the given order of time (`order[i]` is the i-th row in time) if not their
         own."""
         self._flush()
-        ids, request, tokens = (np.concatenate([part[i] for part in self._kept]) for i in range(3))
-        flags = np.concatenate([part[3] for part in self._kept])
-        if order is not None:
-            rank = np.empty(len(order), np.int64)
-            rank[order] = np.arange(len(order))
-            moved = np.argsort(rank[request], kind="stable")
-            ids, request, tokens, flags = ids[moved], rank[request][moved], tokens[moved], flags[moved]
-        rate = 0.5**self._halvings
+        ids, request, tokens, position, flags = (
+            np.concatenate([part[i] for part in self._kept]) for i in range(_NUM_COLUMNS)
+        )
         totals = (self.num_accesses, self.num_prompts, self.num_tokens)
-        return Accesses(ids, request, tokens, flags, rate, *totals)
+        accesses = Accesses(ids, request, tokens, position, flags, 0.5**self._halvings, *totals)
+        if order is None:
+            return accesses
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order))
+        accesses = replace(accesses, request=rank[accesses.request])
+        return accesses.part(np.argsort(accesses.request, kind="stable"), accesses.rate)
 
     def _flush(self) -> None:
         if not self._lengths and self._kept:
@@ -135,22 +175,26 @@ class AccessCollector:
             np.array(self._ids, np.int64),
             np.repeat(rows, self._lengths),
             np.array(self._tokens, np.int64),
-            np.array(self._flags, np.uint8),
+            np.array(self._positions, np.int64),
+            np.array(self._flags, np.int64),
         )
         self._first_row += len(self._lengths)
-        self._ids, self._tokens, self._flags, self._lengths = [], [], [], []
+        self._ids, self._tokens, self._positions, self._flags, self._lengths = [], [], [], [], []
         self._keep(part)
         if self.limit is not None and self.num_accesses > EXACT_ACCESSES:
-            while self._num_kept > self.limit:
+            while self._num_kept > self.limit and self._num_blocks_kept() > MIN_SAMPLED_BLOCKS:
                 self._halvings += 1
                 parts, self._kept, self._num_kept = self._kept, [], 0
                 for old in parts:
                     self._keep(old)
 
-    def _keep(self, part: tuple[Ints, Ints, Ints, NDArray[np.uint8]]) -> None:
+    def _num_blocks_kept(self) -> int:
+        return len(np.unique(np.concatenate([part[0] for part in self._kept])))
+
+    def _keep(self, part: _Columns) -> None:
         if self._halvings:
             chosen = (mix(part[0]) >> np.uint64(64 - self._halvings)) == 0
-            part = (part[0][chosen], part[1][chosen], part[2][chosen], part[3][chosen])
+            part = tuple(column[chosen] for column in part)
         self._kept.append(part)
         self._num_kept += len(part[0])
 
@@ -163,13 +207,12 @@ def thinned(accesses: Accesses, limit: int) -> Accesses:
     if not halvings:
         return accesses
     chosen = (mix(accesses.ids ^ 0x2545F491) >> np.uint64(64 - halvings)) == 0
-    columns = (accesses.ids[chosen], accesses.request[chosen], accesses.tokens[chosen], accesses.flags[chosen])
-    return Accesses(*columns, accesses.rate * 0.5**halvings, *accesses[5:])
+    return accesses.part(chosen, accesses.rate * 0.5**halvings)
 
 
 def mix(ids: Ints) -> NDArray[np.uint64]:
-    """Spread ids evenly over 64 bits (the finaliser of splitmix64, Steele et al., OOPSLA 2014)."""
-    x = ids.astype(np.uint64)
+    """Spread ids evenly over 64 bits (a step of splitmix64, Steele et al., OOPSLA 2014)."""
+    x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -193,14 +236,13 @@ def infinite_hit_rates(accesses: Accesses, num_requests: int, block_size: int) -
     """Hit rates without a limit on memory; estimates where the uses are a sample, corrected as the curve is."""
     first = previous_use(accesses.ids) < 0
     flags, rate = accesses.flags, accesses.rate
-    surplus = accesses.num_accesses * rate - len(accesses.ids)
+    surplus = accesses.surplus
     tokens = max(1, accesses.num_tokens) * rate
-    legal = (flags & (TAIL | _NOT_LEGAL)) == 0
     new_roots = (first & (flags & _ROOT > 0)).sum() / rate
     return HitRates(
         token=float((accesses.tokens[~first].sum() + surplus * block_size) / tokens),
         block=float(((~first).sum() + surplus) / max(1.0, accesses.num_accesses * rate)),
-        engine=float((accesses.tokens[~first & legal].sum() + surplus * block_size) / tokens),
+        engine=float((accesses.tokens[~first & accesses.legal].sum() + surplus * block_size) / tokens),
         request=float(max(0.0, accesses.num_prompts - new_roots) / max(1, num_requests)),
     )
 
@@ -271,7 +313,7 @@ class CurvePoint(NamedTuple):
     belady_error: float = 0.0
 
 
-Policy = Callable[[Accesses, int], NDArray[np.bool_]]
+Policy = Callable[[Accesses, int], Mask]
 """Which uses hit in a cache of so many blocks."""
 
 
@@ -298,12 +340,7 @@ def capacity_curve(
 
 def _disjoint_parts(accesses: Accesses) -> list[Accesses]:
     group = mix(accesses.ids ^ 0x5DEECE66D) % np.uint64(ERROR_GROUPS)
-    parts = []
-    for g in range(ERROR_GROUPS):
-        m = group == g
-        columns = (accesses.ids[m], accesses.request[m], accesses.tokens[m], accesses.flags[m])
-        parts.append(Accesses(*columns, accesses.rate / ERROR_GROUPS, *accesses[5:]))
-    return parts
+    return [accesses.part(group == g, accesses.rate / ERROR_GROUPS) for g in range(ERROR_GROUPS)]
 
 
 def _hit_curves(
@@ -314,8 +351,8 @@ def _hit_curves(
     progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[list[float], list[float], list[float]]:
     rate, total = accesses.rate, max(1, accesses.num_tokens)
-    surplus = accesses.num_accesses * rate - len(accesses.ids)
-    full = accesses.flags & TAIL == 0
+    surplus = accesses.surplus
+    full = accesses.full
     distances = np.sort(reuse_distances(accesses)[full])
     distances = distances[np.searchsorted(distances, 0) :]
     few = thinned(accesses, OWN_ACCESSES)
@@ -334,8 +371,8 @@ def _hit_curves(
 
 
 def _own_rate(own: Policy, accesses: Accesses, block_size: int, size: int) -> float:
-    surplus = accesses.num_accesses * accesses.rate - len(accesses.ids)
-    hits = own(accesses, int(size // block_size * accesses.rate)) & (accesses.flags & TAIL == 0)
+    surplus = accesses.surplus
+    hits = own(accesses, int(size // block_size * accesses.rate)) & accesses.full
     return _rate(float(hits.sum()) + surplus, block_size, accesses.rate, max(1, accesses.num_tokens))
 
 
@@ -345,11 +382,11 @@ def _rate(hits: float, block_size: int, rate: float, total_tokens: int) -> float
 
 def belady_hits(accesses: Accesses, num_blocks: int) -> int:
     """Hits on full blocks of a cache of `num_blocks` that knows the future. No online policy can hit more often."""
-    return int((belady_mask(accesses, num_blocks) & (accesses.flags & TAIL == 0)).sum())
+    return int(belady_mask(accesses, num_blocks).sum())
 
 
-def belady_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
-    """Which uses hit under Belady's MIN, free to keep a block out.
+def belady_mask(accesses: Accesses, num_blocks: int) -> Mask:
+    """Which uses of full blocks hit under Belady's MIN, free to keep a block out (as it does with every tail).
 
     After each use the cache holds, of the blocks it has seen, those whose next use is nearest.
     """
@@ -357,7 +394,7 @@ def belady_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
     if num_blocks < 1:
         return mask
     following = _next_request(accesses)
-    touched = np.flatnonzero((previous_use(accesses.ids) >= 0) | (following >= 0))
+    touched = np.flatnonzero(((previous_use(accesses.ids) >= 0) | (following >= 0)) & accesses.full)
     held: dict[int, int] = {}
     heap: list[tuple[int, int]] = []
     hits: list[int] = []
@@ -376,20 +413,20 @@ def belady_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
     return mask
 
 
-def lru_mask(accesses: Accesses, num_blocks: int) -> NDArray[np.bool_]:
+def lru_mask(accesses: Accesses, num_blocks: int) -> Mask:
     """Which uses hit under LRU."""
     distances = reuse_distances(accesses)
     return (distances >= 0) & (distances < num_blocks)
 
 
-def infinite_mask(accesses: Accesses) -> NDArray[np.bool_]:
+def infinite_mask(accesses: Accesses) -> Mask:
     """Which uses hit in a cache that never forgets."""
     return previous_use(accesses.ids) >= 0
 
 
-def cached_tokens_by_request(accesses: Accesses, hits: NDArray[np.bool_], num_requests: int) -> Ints:
+def cached_tokens_by_request(accesses: Accesses, hits: Mask, num_requests: int) -> Ints:
     """Prompt tokens of each request that an engine takes from the cache: full blocks, at least one token computed."""
-    usable = hits & ((accesses.flags & (TAIL | _NOT_LEGAL)) == 0)
+    usable = hits & accesses.legal
     return np.bincount(accesses.request[usable], accesses.tokens[usable], minlength=num_requests).astype(np.int64)
 
 

@@ -1,0 +1,182 @@
+"""Servers side by side on the five named loads of `pellucid bench`, as one table of ratios.
+
+    python benchmarks/serving.py --server pellucid=http://127.0.0.1:8000 --server llama.cpp=http://127.0.0.1:8080
+
+The servers take turns, load by load and repeat by repeat, because a machine's speed drifts within minutes; each figure
+is the median over repeats and each ratio the median of the ratios of neighbouring runs. One server runs at a time is up
+to whoever starts them: all of them stay up here, idle ones should be idle. The first server is the one compared.
+The table names machine, commit and command, so that it can be quoted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pellucid.core.errors import PellucidError
+from pellucid.workload.client import LoadClient, Target
+from pellucid.workload.run import RunOptions, run_workload
+from pellucid.workload.workloads import NAMED, named_workload
+
+
+class Figure(NamedTuple):
+    """One line of the table: where it stands in a run's document, its unit, and whether more is better."""
+
+    workload: str
+    label: str
+    read: Callable[[dict[str, Any]], float | None]
+    more_is_better: bool
+
+
+def _highlight(name: str, field: str) -> Callable[[dict[str, Any]], float | None]:
+    return lambda document: getattr(document["highlights"][name], field)
+
+
+def _milliseconds(read: Callable[[dict[str, Any]], float | None]) -> Callable[[dict[str, Any]], float | None]:
+    def scaled(document: dict[str, Any]) -> float | None:
+        value = read(document)
+        return None if value is None else 1e3 * value
+
+    return scaled
+
+
+FIGURES = (
+    Figure("single", "output tok/s", lambda d: d["output_tokens_per_second"], True),
+    Figure("decode32", "output tok/s", lambda d: d["output_tokens_per_second"], True),
+    Figure("prefill", "prompt tok/s", lambda d: d["highlights"]["prompt_tokens_per_second"], True),
+    Figure("prefix", "output tok/s", lambda d: d["output_tokens_per_second"], True),
+    Figure("hol", "short TTFT p50 calm, ms", _milliseconds(_highlight("short_ttft_calm", "p50")), False),
+    Figure("hol", "short TTFT p90 storm, ms", _milliseconds(_highlight("short_ttft_storm", "p90")), False),
+    Figure("hol", "chat gap p50 storm, ms", _milliseconds(_highlight("chat_gap_storm", "p50")), False),
+    Figure("hol", "chat gap p99 storm, ms", _milliseconds(_highlight("chat_gap_storm", "p99")), False),
+    Figure("hol", "document TTFT p50, ms", _milliseconds(_highlight("document_ttft", "p50")), False),
+)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--server", action="append", required=True, metavar="NAME=URL", help="repeat for each server")
+    parser.add_argument("--model", action="append", default=[], metavar="NAME=MODEL", help="default: the first listed")
+    parser.add_argument("--which", default=",".join(NAMED), help="loads, separated by commas")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all documents of all runs")
+    return parser.parse_args()
+
+
+def _pairs(texts: list[str], option: str) -> dict[str, str]:
+    pairs = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or not value:
+            raise PellucidError(f"{option} {text!r}: expected NAME=VALUE")
+        pairs[name] = value
+    return pairs
+
+
+async def _measure(target: Target, load: str) -> dict[str, Any]:
+    async with LoadClient(target) as client:
+        return (await run_workload(client, named_workload(load), RunOptions())).document
+
+
+async def _all_runs(
+    targets: dict[str, Target], loads: list[str], repeats: int
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Documents by load and server, in the order measured."""
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {load: {name: [] for name in targets} for load in loads}
+    for load in loads:
+        for repeat in range(repeats):
+            for name, target in targets.items():
+                print(f"{load}, repeat {repeat + 1} of {repeats}: {name}", file=sys.stderr)
+                document = await _measure(target, load)
+                runs[load][name].append(document)
+                if document["num_failed"]:
+                    print(f"  {document['num_failed']} failed: {document['failures']}", file=sys.stderr)
+    return runs
+
+
+async def _with_models(servers: dict[str, str], models: dict[str, str], timeout: float) -> dict[str, Target]:
+    targets = {}
+    for name, url in servers.items():
+        target = Target(url=url, model=models.get(name, ""), timeout=timeout)
+        if not target.model:
+            async with LoadClient(target) as client:
+                target = msgspec.structs.replace(target, model=await client.served_model())
+        targets[name] = target
+    return targets
+
+
+def print_table(runs: dict[str, dict[str, list[dict[str, Any]]]], names: list[str]) -> None:
+    """Markdown: a column for each server, and the first one's ratio to each other (above 1 is in its favour)."""
+    first, others = names[0], names[1:]
+    print("| load | figure | " + " | ".join(names) + "".join(f" | {first} : {name}" for name in others) + " |")
+    print("|---" * (2 + len(names) + len(others)) + "|")
+    for figure in FIGURES:
+        if figure.workload not in runs:
+            continue
+        values = {name: [figure.read(d) for d in runs[figure.workload][name]] for name in names}
+        cells = [_cell(values[name], runs[figure.workload][name]) for name in names]
+        cells += [_ratio(values[first], values[name], figure.more_is_better) for name in others]
+        print(f"| `{figure.workload}` | {figure.label} | " + " | ".join(cells) + " |")
+
+
+def _cell(values: list[float | None], documents: list[dict[str, Any]]) -> str:
+    known = [value for value in values if value is not None]
+    failed = sum(document["num_failed"] for document in documents)
+    invalid = sum(not document["valid"] for document in documents)
+    marks = (f", {failed} failed" if failed else "") + (f", {invalid} invalid" if invalid else "")
+    return (f"{median(known):,.1f}" if known else "none") + marks
+
+
+def _ratio(ours: list[float | None], theirs: list[float | None], more_is_better: bool) -> str:
+    ratios = [a / b if more_is_better else b / a for a, b in zip(ours, theirs) if a and b]
+    return f"{median(ratios):.2f} x" if ratios else ""
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = f"{len(names)} x {names[0]}" if names else model
+    return f"{model}, {platform.system()} {platform.release()}"
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = _arguments()
+    loads = arguments.which.split(",")
+    for load in loads:
+        named_workload(load)
+    servers, models = _pairs(arguments.server, "--server"), _pairs(arguments.model, "--model")
+    targets = asyncio.run(_with_models(servers, models, arguments.timeout))
+    runs = asyncio.run(_all_runs(targets, loads, arguments.repeats))
+    print_table(runs, list(servers))
+    print(f"\nMachine: {_machine()}. Commit: {_commit()}. Command: `{shlex.join(sys.argv)}`")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(json.loads(msgspec.json.encode(runs)), indent=2))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except PellucidError as error:
+        sys.exit(f"serving.py: {error}")

@@ -1,0 +1,429 @@
+"""`pellucid trace ...`: look at a trace, change it, make one. Results to stdout, progress to stderr."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+
+from pellucid.cli import trace_view
+from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
+from pellucid.cli.tokenizing import encoder
+from pellucid.core.errors import ConfigError
+from pellucid.workload import synthetic, transforms
+from pellucid.workload.analyze import Ceilings, Progress, Question, analyze
+from pellucid.workload.formats import ReadOptions, TraceFile, format_names, open_trace, servegen
+from pellucid.workload.formats.source import members
+from pellucid.workload.lint import clock_tick, lint
+from pellucid.workload.trace import (
+    DEFAULT_BLOCK_SIZE,
+    TraceError,
+    TraceHeader,
+    Transform,
+    file_sha256,
+    write_trace,
+)
+from pellucid.workload.transforms import Stage
+
+app = typer.Typer(no_args_is_help=True, help="Read, check, change, analyse and make request traces.")
+
+Input = Annotated[Path, typer.Argument(metavar="FILE", help="A trace of any known format, plain, .gz or .tar.gz.")]
+Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write (.gz packs; - is stdout).")]
+FormatName = Annotated[
+    str | None, typer.Option("--format", help=f"Refuse another format: {', '.join(format_names())}.")
+]
+TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help=TOKENIZER_HELP)]
+BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block where ids are made from tokens.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad rows and go on.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
+Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal rows.")]
+
+
+def read(file: Path, format_name: str | None, tokenizer: str | None, block_size: int, skip_bad: bool) -> TraceFile:
+    """A trace as the common options describe it."""
+    options = ReadOptions(encode=encoder(tokenizer), block_size=block_size, skip_bad=skip_bad)
+    return open_trace(file, format_name=format_name, options=options)
+
+
+def print_json(document: Any) -> None:
+    """One document, indented, on stdout."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+
+
+@contextmanager
+def progress_line(label: str) -> Iterator[Progress]:
+    """A status line on stderr while something long runs; silent where stderr is not a terminal."""
+    console = Console(stderr=True)
+    with console.status(label) as status:
+
+        def tell(stage: str, share: float) -> None:
+            done = f"{share:.0%}" if share <= 1 else f"{share:,.0f} rows"
+            status.update(f"{label}: {stage} {done}")
+
+        yield tell
+
+
+@app.command("lint")
+def lint_command(
+    file: Input,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is wrong with a trace, what it does to results, and what mends it. Exit status 1 if anything is."""
+    trace = read(file, format_name, tokenizer, block_size, skip_bad)
+    report = lint(trace)
+    if as_json:
+        findings = [finding._asdict() for finding in report.findings]
+        print_json({"trace": str(file), "format": trace.format_name, **report._asdict(), "findings": findings})
+    else:
+        trace_view.print_lint(trace, report)
+    raise typer.Exit(1 if report.findings else 0)
+
+
+@app.command("analyze")
+def analyze_command(
+    file: Input,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model as `pellucid plan` takes it, for the ladder.")
+    ] = None,
+    hardware: Annotated[str | None, typer.Option("--hardware", help="A device as `pellucid plan` takes it.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with figures.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Keep every block use: slower, no error bars.")] = False,
+    cache_sizes: Annotated[
+        str, typer.Option("--cache-sizes", metavar="N,N,...", help="Points of the capacity curve, in tokens.")
+    ] = "",
+    engine_block: Annotated[int, typer.Option("--engine-block", min=1, help="Block size of the engine in mind.")] = 16,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lengths, arrivals, sessions, prefix reuse by each definition, the capacity curve, and the ladder of ceilings."""
+    trace = read(file, format_name, tokenizer, block_size, skip_bad)
+    sizes = tuple(_tokens(part) for part in cache_sizes.split(",")) if cache_sizes else ()
+    question = Question(exact, sizes, engine_block, _ceilings(model, hardware))
+    with progress_line(f"analysing {file.name}") as tell:
+        result = analyze(trace, question, tell)
+    document = {**result.document, "model": model, "hardware": hardware}
+    if html is not None:
+        from pellucid.workload.report import write_analysis
+
+        write_analysis(html, document, result.figures)
+        typer.echo(f"wrote {html}", err=True)
+    if as_json:
+        print_json(document)
+    else:
+        trace_view.print_analysis(document)
+
+
+def _tokens(text: str) -> int:
+    units = {"k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
+    digits = text.strip().rstrip("kMG")
+    try:
+        value = int(float(digits) * units.get(text.strip()[len(digits) :], 1))
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigError(f"--cache-sizes {text!r}: expected a number of tokens such as 200k or 3M")
+    return value
+
+
+def _ceilings(model: str | None, hardware: str | None) -> Ceilings | None:
+    if model is None and hardware is None:
+        return None
+    if model is None:
+        raise ConfigError("--hardware needs --model: the ladder is the time of a model on a device")
+    from pellucid.cli.ceilings import PlannerCeilings
+    from pellucid.cli.plan import choose_device, load_shape
+    from pellucid.planner.hardware import Overrides
+
+    return PlannerCeilings(load_shape(model), choose_device(hardware, Overrides()))
+
+
+def _write(target: str, stage: Stage) -> None:
+    """Write a stage; a summary line goes to stderr."""
+    where = sys.stdout.buffer if target == "-" else target
+    with progress_line("writing"):
+        num_rows = write_trace(where, stage.header, stage.rows)
+    typer.echo(f"wrote {num_rows:,} requests to {'stdout' if target == '-' else target}", err=True)
+
+
+def _transform(
+    file: Path, target: str, options: tuple[str | None, str | None, int, bool], change: Callable[[Stage, str], Stage]
+) -> None:
+    """Read, change, write; never onto the file that is being read."""
+    if target != "-" and Path(target).exists() and Path(target).samefile(file):
+        raise TraceError(f"{target} is the file that is read; write to another one")
+    trace = read(file, *options)
+    _write(target, change(Stage(trace.header, trace), file_sha256(file)))
+    if trace.num_skipped:
+        typer.echo(f"skipped {trace.num_skipped:,} bad rows", err=True)
+
+
+@app.command()
+def convert(
+    file: Input,
+    output: Output,
+    sort: Annotated[bool, typer.Option("--sort", help="Put rows in time order.")] = False,
+    from_zero: Annotated[bool, typer.Option("--from-zero", help="Let the first row arrive at 0.")] = False,
+    chain_hashes: Annotated[
+        bool, typer.Option("--chain-hashes", help="Ids name one block: make them name prefixes.")
+    ] = False,
+    drop_token_ids: Annotated[
+        bool, typer.Option("--drop-token-ids", help="Keep only the hashes made from them.")
+    ] = False,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Write any trace in our format, with repairs where asked for."""
+    wanted = [
+        (sort, transforms.sort_rows),
+        (from_zero, transforms.from_zero),
+        (chain_hashes, transforms.chain),
+        (drop_token_ids, transforms.without_tokens),
+    ]
+
+    def change(stage: Stage, source: str) -> Stage:
+        stage = stage.then("convert", stage.rows, source, file=file.name)
+        for asked, step in wanted:
+            stage = step(stage, "") if asked else stage
+        return stage
+
+    _transform(file, output, (format_name, tokenizer, block_size, skip_bad), change)
+
+
+@app.command("slice")
+def slice_command(
+    file: Input,
+    output: Output,
+    start: Annotated[float | None, typer.Option(help="Seconds; becomes the new 0.")] = None,
+    end: Annotated[float | None, typer.Option(help="Seconds, exclusive.")] = None,
+    first: Annotated[int | None, typer.Option(min=0, help="Number of the first request.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Number of the last request, exclusive.")] = None,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Cut out a time span or a range of requests."""
+    if (start, end, first, last) == (None, None, None, None):
+        raise ConfigError("slice needs --start, --end, --first or --last")
+    _transform(
+        file,
+        output,
+        (format_name, tokenizer, block_size, skip_bad),
+        lambda stage, source: transforms.slice_rows(stage, source, start=start, end=end, first=first, last=last),
+    )
+
+
+@app.command()
+def scale(
+    file: Input,
+    output: Output,
+    speed: Annotated[float | None, typer.Option(help="Divide all times by this.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Choose the speed that gives so many requests a second.")] = None,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Make a trace faster or slower and keep the shape of its bursts."""
+    if (speed is None) == (rate is None):
+        raise ConfigError("scale needs exactly one of --speed and --rate")
+    options = (format_name, tokenizer, block_size, skip_bad)
+    if speed is None:
+        assert rate is not None
+        times = _times(read(file, *options))
+        if len(times) < 2 or not times.max() > times.min():
+            raise TraceError(f"{file}: all requests arrive at once, so no speed gives a rate; use `trace synth`")
+        speed = float(rate * (times.max() - times.min()) / (len(times) - 1))
+    factor = speed
+    _transform(file, output, options, lambda stage, source: transforms.scale(stage, source, speed=factor))
+
+
+@app.command()
+def dequantize(
+    file: Input,
+    output: Output,
+    tick: Annotated[float | None, typer.Option(help="Seconds between ticks (default: found in the trace).")] = None,
+    seed: Seed = 0,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Spread requests that a coarse clock put on one instant over the clock's tick."""
+    options = (format_name, tokenizer, block_size, skip_bad)
+    found = tick if tick is not None else clock_tick(_times(read(file, *options)))
+    if found is None:
+        raise TraceError(f"{file}: the clock does not tick; pass --tick if it does all the same")
+    width = found
+    _transform(file, output, options, lambda stage, source: transforms.dequantize(stage, source, tick=width, seed=seed))
+
+
+def _times(trace: TraceFile) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return np.fromiter((row.arrival_time for row in trace), np.float64)
+
+
+@app.command()
+def sample(
+    file: Input,
+    output: Output,
+    share: Annotated[float, typer.Option(help="Share of sessions to keep.")] = 1.0,
+    drop_empty: Annotated[bool, typer.Option("--drop-empty", help="Leave out rows without input or output.")] = False,
+    drop_duplicates: Annotated[bool, typer.Option("--drop-duplicates", help="Leave out repeated rows.")] = False,
+    seed: Seed = 0,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Keep a random share of whole sessions, and drop rows that cannot be served."""
+    _transform(
+        file,
+        output,
+        (format_name, tokenizer, block_size, skip_bad),
+        lambda stage, source: transforms.sample(
+            stage, source, share=share, seed=seed, drop_empty=drop_empty, drop_duplicates=drop_duplicates
+        ),
+    )
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Two or more traces in time order.")],
+    output: Output,
+    tenants: Annotated[str, typer.Option(help="A tenant name for each file: a,b,...")] = "",
+    offsets: Annotated[str, typer.Option(help="Seconds to move each file by: 0,30,...")] = "",
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Put several traces into one, in time order."""
+    if len(files) < 2:
+        raise ConfigError("merge needs two or more traces")
+    names = [name for name in tenants.split(",") if name]
+    if names and len(names) != len(files):
+        raise ConfigError(f"--tenants names {len(names)}, but there are {len(files)} files")
+    try:
+        moves = [float(part) for part in offsets.split(",")] if offsets else [0.0] * len(files)
+    except ValueError:
+        raise ConfigError(f"--offsets {offsets!r}: expected seconds separated by commas") from None
+    if len(moves) != len(files):
+        raise ConfigError(f"--offsets has {len(moves)} numbers, but there are {len(files)} files")
+    traces = [read(file, None, tokenizer, block_size, skip_bad) for file in files]
+    stages = [Stage(trace.header, trace) for trace in traces]
+    _write(output, transforms.merge(stages, [file_sha256(file) for file in files], tenants=names, offsets=moves))
+
+
+@app.command()
+def anonymize(
+    file: Input,
+    output: Output,
+    key: Annotated[
+        str | None, typer.Option(help="Secret that keeps ids comparable between files (default: drawn).")
+    ] = None,
+    format_name: FormatName = None,
+    tokenizer: TokenizerName = None,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    skip_bad: SkipBad = False,
+) -> None:
+    """Take out token ids, outcomes and unknown fields, and replace ids and names by keyed digests."""
+    secret = key.encode() if key is not None else secrets.token_bytes(32)
+    _transform(
+        file,
+        output,
+        (format_name, tokenizer, block_size, skip_bad),
+        lambda stage, source: transforms.anonymize(stage, source, key=secret),
+    )
+
+
+@app.command()
+def synth(
+    output: Output,
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
+    requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many.")] = None,
+    duration: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, constant, gamma:CV, weibull:SHAPE, onoff:ON:OFF, diurnal:PERIOD:SWING.")
+    ] = "poisson",
+    input_len: Annotated[
+        str, typer.Option(help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MAX].")
+    ] = "lognormal:512:1:8192",
+    output_len: Annotated[str, typer.Option(help="The same.")] = "lognormal:128:0.7:2048",
+    lengths_from: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw both lengths from a trace's rows.")
+    ] = None,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            help="What prompts share: independent, system:COUNT:TOKENS, few-shot:COUNT:TOKENS, "
+            "rag:DOCUMENTS:TOKENS:PER_REQUEST, chat:TURNS:SYSTEM_TOKENS:PAUSE, agent:TURNS:SYSTEM_TOKENS."
+        ),
+    ] = "independent",
+    tenants: Annotated[str, typer.Option(help="Names with weights: a=2,b=1.")] = "",
+    servegen_file: Annotated[
+        Path | None, typer.Option("--servegen", metavar="ARCHIVE", help="Generate from ServeGen client files instead.")
+    ] = None,
+    start: Annotated[float, typer.Option(help="With --servegen: second of the profile to start at.")] = 0.0,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    seed: Seed = 0,
+) -> None:
+    """Make a trace from a description, or from ServeGen client profiles."""
+    if servegen_file is not None:
+        _write_servegen(servegen_file, output, start, requests, duration, seed)
+        return
+    if lengths_from is not None:
+        pairs = [(r.input_len, r.output_len) for r in open_trace(lengths_from) if r.input_len and r.output_len]
+        lengths = synthetic.lengths_of_rows(pairs)
+    else:
+        lengths = synthetic.independent_lengths(
+            synthetic.LengthDistribution.parse(input_len, "--input-len"),
+            synthetic.LengthDistribution.parse(output_len, "--output-len"),
+        )
+    spec = synthetic.SynthSpec(
+        arrivals=synthetic.Arrivals.parse(arrivals, rate),
+        lengths=lengths,
+        pattern=synthetic.Pattern.parse(pattern),
+        tenants=synthetic.parse_tenants(tenants),
+        block_size=block_size,
+        seed=seed,
+        num_requests=requests,
+        duration=duration,
+    )
+    arguments = {"rate": rate, "requests": requests, "duration": duration, "arrivals": arrivals, "pattern": pattern}
+    arguments |= {"tenants": tenants or None, "seed": seed}
+    if lengths_from is not None:
+        arguments |= {"lengths_from": lengths_from.name, "lengths_sha256": file_sha256(lengths_from)}
+    else:
+        arguments |= {"input_len": input_len, "output_len": output_len}
+    given = {name: value for name, value in arguments.items() if value is not None}
+    header = TraceHeader(block_size, "synthetic", (Transform("synth", given),))
+    _write(output, Stage(header, synthetic.generate(spec)))
+
+
+def _write_servegen(
+    archive: Path, output: str, start: float, requests: int | None, duration: float | None, seed: int
+) -> None:
+    with members(archive) as files:
+        clients = servegen.load_clients(files)
+        rows = servegen.generate(clients, seed=seed, start=start, duration=duration)
+        arguments = {"seed": seed, "start": start, "duration": duration, "requests": requests}
+        given = {name: value for name, value in arguments.items() if value is not None}
+        transform = Transform("synth-servegen", given, file_sha256(archive))
+        limited = (row for number, row in zip(range(requests), rows)) if requests is not None else rows
+        _write(output, Stage(TraceHeader(0, f"{archive.name} (servegen)", (transform,)), limited))

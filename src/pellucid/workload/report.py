@@ -1,0 +1,99 @@
+"""One HTML file that needs nothing else: figures, numbers and how they were got, readable without a network.
+
+plotly's script is written into the page once. All text that comes from files or servers is escaped.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pellucid.workload.figures import analysis_figures, plotly_script, run_figures
+from pellucid.workload.metrics import Clocking, RequestRecord, Summary
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text-align: right; }
+td:first-child, th:first-child { text-align: left; } th { font-weight: 500; opacity: .7; }
+.headline { display: flex; gap: 2.5rem; flex-wrap: wrap; } .headline b { display: block; font-size: 1.6rem; }
+.bad { color: #b91c1c; font-weight: 600; } .figure { background: #fff; border-radius: 6px; margin: 1rem 0; }
+pre { overflow-x: auto; white-space: pre-wrap; font-size: 12px; opacity: .85; }
+"""
+
+_DISTRIBUTIONS = (
+    ("ttft", "TTFT"),
+    ("itl", "ITL (per token)"),
+    ("icl", "ICL (per chunk)"),
+    ("tpot", "TPOT (per request)"),
+    ("stall", "worst gap of a request"),
+    ("e2e", "E2E"),
+    ("send_lag", "send lag (client)"),
+)
+
+
+def write_analysis(path: Path, document: dict[str, Any], figures: dict[str, Any]) -> None:
+    """The page of `trace analyze`. Raises PellucidError where plotly is absent or the path cannot be written."""
+    made = analysis_figures(document, figures)
+    _write(path, f"Trace {document['trace']}", "", made, document)
+
+
+def write_run(path: Path, document: dict[str, Any], records: Sequence[RequestRecord]) -> None:
+    """The page of one load run."""
+    made = run_figures(records, Clocking(document["loop"] == "open"))
+    target = document["target"]
+    _write(path, f"{document['workload']} on {target['model']} at {target['url']}", _run_head(document), made, document)
+
+
+def _run_head(document: dict[str, Any]) -> str:
+    verdict = "".join(f'<p class="bad">invalid: {html.escape(reason)}</p>' for reason in document["invalid_because"])
+    golden = (
+        ("TTFT p50 / p99", _pair(document["ttft"])),
+        ("ITL p50 / p99", _pair(document["itl"])),
+        ("TPOT p50 / p99", _pair(document["tpot"])),
+        ("output tokens/s", f"{document['output_tokens_per_second']:,.1f}"),
+        ("goodput, requests/s", f"{document['goodput']:,.3g} ({document['attainment'] or 0:.1%} of offered)"),
+    )
+    cells = "".join(f"<div>{html.escape(name)}<b>{html.escape(value)}</b></div>" for name, value in golden)
+    rows = "".join(_distribution_row(name, document[key]) for key, name in _DISTRIBUTIONS)
+    heads = "".join(f"<th>{name}</th>" for name in ("seconds", "n", "p50", "p90", "p99", "max", "mean"))
+    return f'{verdict}<div class="headline">{cells}</div><h2>Distributions</h2><table><tr>{heads}</tr>{rows}</table>'
+
+
+def _pair(summary: Summary) -> str:
+    if summary.p50 is None or summary.p99 is None:
+        return "none"
+    mark = " (low n)" if "p99" in summary.low_n else ""
+    return f"{_seconds(summary.p50)} / {_seconds(summary.p99)}{mark}"
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def _distribution_row(name: str, summary: Summary) -> str:
+    marks = {key: " *" if key in summary.low_n else "" for key in ("p90", "p99")}
+    cells = [name, f"{summary.n:,}"]
+    cells += [_seconds(getattr(summary, key)) + marks.get(key, "") for key in ("p50", "p90", "p99", "max", "mean")]
+    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+
+
+def _write(path: Path, title: str, head: str, figures: Sequence[Any], document: dict[str, Any]) -> None:
+    parts = [figure.to_html(full_html=False, include_plotlyjs=False) for figure in figures]
+    numbers = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    body = "".join(f'<div class="figure">{part}</div>' for part in parts)
+    page = (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{_STYLE}</style><script>{plotly_script()}</script></head>"
+        f"<body><h1>{html.escape(title)}</h1>{head}<h2>Figures</h2>{body}"
+        f"<h2>All numbers</h2><p>* too few values behind this percentile</p><pre>{html.escape(numbers)}</pre>"
+        "</body></html>"
+    )
+    path.write_text(page, encoding="utf-8")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import typer
 
-from pellucid.cli.app import app
+from pellucid.cli.app import build_app
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 def render() -> str:
     """The reference of all commands, made from the same objects that print `--help`."""
-    root = typer.main.get_command(app)
+    root = typer.main.get_command(build_app())
     lines = [
         "# Commands",
         "",
@@ -51,7 +51,7 @@ def _row(parameter) -> str:
 
 
 def test_every_option_has_help_text():
-    for path, command in _commands(typer.main.get_command(app), ("pellucid",)):
+    for path, command in _commands(typer.main.get_command(build_app()), ("pellucid",)):
         assert command.help, path
         for parameter in command.params:
             assert getattr(parameter, "help", None), f"{' '.join(path)} {parameter.name} has no help text"

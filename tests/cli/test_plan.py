@@ -226,9 +226,9 @@ def test_mistakes_get_one_line(line: str, message: str) -> None:
 def test_advice_is_a_command_that_serve_accepts() -> None:
     command = printed("fit smollm2-135m --memory 2GiB").splitlines()[-1].split()
     assert command[:3] == ["pellucid", "serve", "smollm2-135m"]
-    from pellucid.cli.app import app as whole
+    from pellucid.cli.app import build_app
 
-    serve = typer.main.get_command(whole).commands["serve"]  # type: ignore[attr-defined]
+    serve = typer.main.get_command(build_app(["serve"])).commands["serve"]  # type: ignore[attr-defined]
     flags = {flag for parameter in serve.params for flag in parameter.opts}
     assert {word for word in command if word.startswith("--")} <= flags
     row = document("fit smollm2-135m --kv-memory 1GiB")

@@ -199,10 +199,9 @@ def test_published_ceilings(
     shared_traces: Path, name: str, model: str, no_reuse: float, reuse: float, devices: tuple[float, float]
 ) -> None:
     pytest.importorskip("pellucid.planner.ceilings")
+    from pellucid.cli.ceilings import PlannerCeilings
     from pellucid.planner.hardware import device_by_name
     from pellucid.planner.named_shapes import shape_by_name
-
-    from pellucid.cli.ceilings import PlannerCeilings
 
     ceilings = PlannerCeilings(shape_by_name(model), device_by_name("h100"))
     question = Question(cache_sizes=(1_000_000,), ceilings=ceilings)

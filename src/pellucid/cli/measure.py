@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,6 +28,8 @@ from pellucid.planner.hardware import Overheads
 from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
 from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
+from pellucid.planner.shape import ModelShape
+from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
 
 _ENGINE_SECONDS = 60.0
 _BLOCK_SIZE = 16
@@ -96,8 +99,6 @@ def _machine(bar: Progress) -> MachineProfile:
 
 def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineProfile:
     """The profile with the engine's own kernels, timed on `model`."""
-    from pellucid.runtime.step_timing import standard_batches, time_steps
-
     shape, loaded = load_shape(model), load_model(model, progress=False)
     batches = standard_batches(loaded.config.max_context)
     num_tokens = _BLOCK_SIZE * max(b.num_blocks(_BLOCK_SIZE) for b in batches)
@@ -115,6 +116,11 @@ def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineP
         limit_seconds=_ENGINE_SECONDS,
         progress=lambda done, total: bar.update(timing, completed=done, total=total),
     )
+    return with_timings(profile, shape, timings)
+
+
+def with_timings(profile: MachineProfile, shape: ModelShape, timings: Sequence[StepTiming]) -> MachineProfile:
+    """The profile with kernel rates and overheads from timed steps of the model `shape`."""
     rates = rates_from(shape, [TimedStep(t.features, t.seconds - t.prepare_seconds, t.spread) for t in timings])
     prepare = {t.features.num_sequences: t.prepare_seconds for t in timings if t.batch.num_new == 1}
     most = max(prepare)

@@ -1,7 +1,8 @@
 """What to pass to `serve` so that a model and its cache fit a given amount of memory.
 
-The cache gets what weights, activations and the process leave. The context is the model's own, or what the cache can
-hold if that is less; as many sequences run at once as can each have an even share of at least a block.
+The cache gets what weights, activations and the process leave, but no more than the running sequences can fill. The
+context is the model's own, or what the cache can hold if that is less; as many sequences run at once as can each have
+an even share of at least a block.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def fit_serve(
         total = format_bytes(memory.total_bytes)
         raise ConfigError(f"{total} do not hold {shape.name}: {terms}; give more memory or a smaller --dtype")
     wanted = context or min(shape.max_context or _DEFAULT_CONTEXT, _DEFAULT_CONTEXT)
-    # More cache than every running sequence could fill at its longest is of no use but for keeping old prefixes.
+    if kv_bytes is None:
+        # Beyond what all running sequences fill at their longest, memory would only keep prefixes nobody waits for.
+        room = min(room, _MAX_RUNNING * shape.kv_bytes(wanted))
     granted = int(room) // _GRANULE * _GRANULE or int(room)
     per_token = shape.kv_bytes(wanted) / wanted
     tokens = int(granted / per_token) // block * block
@@ -74,7 +77,8 @@ def fit_serve(
     reasons = (
         *(f"{t.name}: {format_bytes(t.num_bytes)} ({t.formula})" for t in memory.terms if kv_bytes is None),
         f"KV cache: {format_bytes(granted)} = {tokens:,} tokens of {per_token:,.0f} B",
-        f"{full:,} sequences of {longest:,} tokens at once; up to {running} shorter ones run together",
+        f"{min(full, running):,} sequences of {longest:,} tokens at once"
+        + (f"; up to {running} shorter ones run together" if running > full else ""),
     )
     size = f"{granted // _GRANULE}MiB" if granted >= _GRANULE else str(granted)
     flags = ("--kv-memory", size, "--max-context", str(longest), "--max-running", str(running))

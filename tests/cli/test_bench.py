@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,6 +193,27 @@ def test_find_capacity_against_a_server(server: FakeServer) -> None:
     assert found["capacity"] is None
     assert found["trials"][0]["attainment"] == [0.0]
     assert found["slo"] == {"ttft": 1e-06}
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def test_ctrl_c_still_reports_what_was_measured(server: FakeServer) -> None:
+    """A real process and a real signal, sent once the load is seen to arrive."""
+    code = "import typer; from pellucid.cli.bench import bench; typer.run(bench)"
+    before = len(server.bodies)
+    command = [sys.executable, "-c", code, server.url, "--rate", "20", "--duration", "60", "--no-warmup", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
+    while len(server.bodies) < before + 10:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    found = json.loads(process.communicate(timeout=60)[0])
+    assert found["interrupted"]
+    assert not found["valid"]
+    assert found["num_requests"] >= 10
+    assert found["num_requests"] < 1000
 
 
 def test_sweep_rates() -> None:

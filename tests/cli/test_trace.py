@@ -58,10 +58,7 @@ def test_analyze_with_the_planners_ladder() -> None:
     pytest.importorskip("pellucid.planner.ceilings")
     found = document("analyze", CONVERSATION, "--model", "llama-3.1-8b", "--hardware", "h100")
     assert [set(rung) >= {"rung", "device_seconds"} for rung in found["ladder"]] == [True] * 5
-    assert (
-        "a perfect scheduler reaches"
-        in run("analyze", CONVERSATION, "--model", "llama-3.1-8b", "--hardware", "h100").stdout
-    )
+    assert found["perfect_scheduler"]["trace_speed"] > 0
 
 
 def test_analyze_writes_a_page_that_needs_no_network(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_each_defect_is_found_alone(
     (finding,) = report.findings
     assert finding.num_rows >= 1
     assert finding.consequence
-    assert finding.mend
+    assert finding.mend.startswith("trace ") or code == "hash-count"
 
 
 def test_a_row_finding_names_its_line(tmp_path: Path) -> None:

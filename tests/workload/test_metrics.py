@@ -250,6 +250,7 @@ def test_goodput_and_attainment_are_over_offered_requests() -> None:
     result = measure(records, clocking=OPEN, window=(0.0, 4.0), slo=slo)
     assert result["attainment"] == 2 / 8
     assert result["goodput"] == 2 / 4.0
+    assert result["gaps_over_slo"] == pytest.approx((9 + 1) / (9 * 5 + 1)), "nine of 0.2 s and one of 0.4 s"
 
 
 def test_throughput_counts_tokens_inside_the_window_only() -> None:

@@ -53,6 +53,8 @@ def print_run(document: dict[str, Any]) -> None:
     _print_highlights(out, document["highlights"])
     for name, failure in document["failures"].items():
         out.print(f"[red]{failure['num_requests']:,} x {name}[/red]: {escape(failure['example'])}")
+    if document["gaps_over_slo"] is not None:
+        out.print(f"gaps longer than the objective between tokens: {document['gaps_over_slo']:.2%}")
     cached = document["cached"]
     if cached["observed"] is not None and cached["expected"] is not None:
         shares = f"{cached['observed']:.1%}, shared by the load: {cached['expected']:.1%}"

@@ -38,7 +38,10 @@ def print_lint(trace: TraceFile, report: LintReport) -> None:
         place = f" (first at {finding.place})" if finding.place else ""
         out.print(f"[bold yellow]{finding.code}[/bold yellow]: {finding.num_rows:,} rows{place}: {finding.message}")
         out.print(f"  so: {finding.consequence}")
-        out.print(f"  mend: [cyan]pellucid {finding.mend}[/cyan]")
+        if finding.mend:
+            out.print(f"  mend: [cyan]pellucid {finding.mend}[/cyan]")
+        else:
+            out.print("  no transform mends this: see how the ids were made")
 
 
 def print_analysis(document: dict[str, Any]) -> None:

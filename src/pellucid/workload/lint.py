@@ -24,7 +24,8 @@ _ID_BITS = 20
 
 
 class Finding(NamedTuple):
-    """One defect. `place` is the first row that shows it (empty when the trace as a whole does)."""
+    """One defect. `place` is the first row that shows it (empty when the trace as a whole does). `mend` is the command
+    that mends it; empty where only the source can."""
 
     code: str
     num_rows: int
@@ -100,7 +101,7 @@ _ROW_TEXTS = {
     ),
     "hash-count": (
         "hit rates count blocks that the prompt does not have, or miss some that it has",
-        "check the block size (trace convert --block-size N)",
+        "",
     ),
 }
 

@@ -232,6 +232,7 @@ def measure(
         "uncached_prompt_tokens_per_second": _uncached_prompt_tokens(answered, window) / seconds,
         "goodput": good / seconds,
         "attainment": good / len(records) if records else None,
+        "gaps_over_slo": _gaps_over(answered, (slo or SLO()).tpot),
         "window_seconds": seconds,
         "num_requests": len(records),
         "num_failed": len(records) - len(answered),
@@ -258,6 +259,12 @@ def tokens_inside(records: Iterable[RequestRecord], window: tuple[float, float])
 def _uncached_prompt_tokens(records: Iterable[RequestRecord], window: tuple[float, float]) -> int:
     inside = [r for r in records if r.first is not None and window[0] <= r.first <= window[1]]
     return sum((r.prompt_tokens or 0) - (r.cached_tokens or 0) for r in inside)
+
+
+def _gaps_over(records: Iterable[RequestRecord], bound: float | None) -> float | None:
+    """Share of all chunk gaps that are longer than the objective for one token; None without an objective or a gap."""
+    gaps = [gap for record in records for gap in record.icl()]
+    return None if bound is None or not gaps else sum(gap > bound for gap in gaps) / len(gaps)
 
 
 def _failures(records: Iterable[RequestRecord]) -> dict[str, dict[str, Any]]:

@@ -186,16 +186,17 @@ class _HeadOfLineRun:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def all_phases(self) -> None:
+        documents = [self._item(DOCUMENT, self.load.document_len, 4) for _ in range(self.load.num_documents)]
         self._tasks += [asyncio.create_task(self._chat()) for _ in range(self.load.num_chats)]
-        self._tasks.append(asyncio.create_task(self._shorts()))
+        self._tasks.append(asyncio.create_task(self._shorts(self.client.now())))
         await asyncio.sleep(self.load.calm)
-        documents = []
-        for number in range(self.load.num_documents):
+        sent = []
+        for number, document in enumerate(documents):
             if number:
                 await asyncio.sleep(self.load.document_gap)
-            documents.append(asyncio.create_task(self._send(DOCUMENT, self.load.document_len, 4)))
-        self._tasks += documents
-        await asyncio.gather(*documents)
+            sent.append(asyncio.create_task(self._send(document)))
+        self._tasks += sent
+        await asyncio.gather(*sent)
         self._over.set()
         while open_tasks := [task for task in self._tasks if not task.done()]:
             await asyncio.wait(open_tasks)
@@ -209,24 +210,26 @@ class _HeadOfLineRun:
 
     async def _chat(self) -> None:
         while not self._over.is_set():
-            await self._send(CHAT, 64, 64)
+            await self._send(self._item(CHAT, 64, 64))
 
-    async def _shorts(self) -> None:
+    async def _shorts(self, start: float) -> None:
         number = 0
         while not self._over.is_set():
-            due = number * self.load.short_gap
+            due = start + number * self.load.short_gap
+            item = self._item(SHORT, 64, 16, due)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._over.wait(), max(0.0, due - self.client.now()))
             if not self._over.is_set():
-                self._tasks.append(asyncio.create_task(self._send(SHORT, 64, 16, due)))
+                self._tasks.append(asyncio.create_task(self._send(item)))
             number += 1
 
-    async def _send(self, group: str, input_len: int, output_len: int, due: float | None = None) -> None:
+    def _item(self, group: str, input_len: int, output_len: int, due: float | None = None) -> LoadItem:
         index, self._next_index = self._next_index, self._next_index + 1
         prompt = self.prompts.fresh(f"hol/{index}", input_len)
-        record = await self.client.send(
-            LoadItem(index=index, prompt=prompt, output_len=output_len, due=due, group=group)
-        )
+        return LoadItem(index=index, prompt=prompt, output_len=output_len, due=due, group=group)
+
+    async def _send(self, item: LoadItem) -> None:
+        record = await self.client.send(item)
         self.records.append(record)
         self.on_record(record)
         if record.status == UNFINISHED:
@@ -288,6 +291,7 @@ class Replay:
         self._block_size = block_size
         self._pacing = pacing
         self._origin = min(0.0, self._rows[0].arrival_time)
+        self._shared = expected_cached(self._rows, block_size) if block_size else []
 
     @property
     def num_requests(self) -> int | None:
@@ -323,7 +327,6 @@ class Replay:
 
     def _items(self, prompts: PromptMaker) -> Iterator[LoadItem]:
         open_loop = self._pacing.concurrency is None
-        shared = expected_cached(self._rows, self._block_size)
         for index, row in enumerate(self._rows):
             due = self._due(row)
             yield LoadItem(
@@ -334,7 +337,7 @@ class Replay:
                 tenant=row.tenant,
                 session=row.session,
                 turn=row.turn,
-                expected_cached=shared[index] if self._block_size else None,
+                expected_cached=self._shared[index] if self._shared else None,
                 cohort=not open_loop or self._measured(due),
             )
 

@@ -1,0 +1,56 @@
+// The operations that a model is made of, as phases of one job: every thread of the team calls them together and takes its
+// share. One idea: a phase never waits; whoever composes phases puts a barrier wherever one reads what another wrote.
+#pragma once
+
+#include <vector>
+
+#include "isa.h"
+#include "kernels.h"
+#include "memory.h"
+#include "thread_pool.h"
+
+namespace pellucid {
+
+const Kernels& kernels_for(Isa isa);
+
+// From how many rows on grouped weights are requantised to tiles instead of multiplied group by group. Measured: with 8
+// rows the vector path still runs at memory speed, and the registers hold no more.
+constexpr int64_t kTileRows = 9;
+
+Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic);
+
+// Room for one prepared panel; phases that do not overlap share it.
+class PanelRoom {
+ public:
+  Panel panel(Preparation preparation, int64_t rows, int64_t k_padded);
+
+ private:
+  Buffer data_, scale_, sum_;
+};
+
+void prepare_phase(Team& team, const Kernels& kernels, const PrepareArgs& args);
+void matmul_phase(Team& team, const Kernels& kernels, const MatmulArgs& args);
+void rope_phase(Team& team, const Kernels& kernels, const RopeArgs& args, int64_t rows);
+
+// The items of one attention call, made once per step: every layer has the same shape.
+class AttentionSchedule {
+ public:
+  AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                    int num_threads);
+  AttentionSchedule(std::vector<Sequence>&&, int64_t, int64_t, int64_t, int) = delete;  // items point at sequences
+
+  // All items, by ticket; the caller resets the tickets before. Then, after a barrier, the shared contexts are merged.
+  void attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const;
+  void merge_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const;
+  bool has_merges() const { return !merges_.empty(); }
+
+ private:
+  void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries);
+  void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares, int64_t partial_at);
+
+  std::vector<AttentionItem> items_;
+  std::vector<AttentionItem> merges_;
+  Buffer partials_;
+};
+
+}  // namespace pellucid

@@ -1,6 +1,6 @@
 // What both versions of paged attention, on vectors and on tiles, share. One idea: the softmax of a query is computed
 // in splits of kSplit tokens, each with its own maximum, and the splits are merged in order; so a query's result is the
-// same whether one thread walks its context or several share it, alone or in a batch.
+// same whether one thread walks its context or several share it.
 //
 // The cache must hold finite numbers wherever a block table points: probabilities of tokens beyond the context are zero,
 // and zero times not-a-number is not zero. The owner of the cache clears it once.
@@ -26,49 +26,79 @@ inline Query query_at(const AttentionArgs& a, const AttentionItem& item, int64_t
   return {s.row_begin + row, item.kv_head * group + query % group, s.context - s.num_rows + row + 1};
 }
 
-// The 16 tokens from `token` on: keys or values of the item's head.
-inline const uint16_t* tokens_at(const AttentionArgs& a, const AttentionItem& item, const uint16_t* cache, int64_t token) {
-  const int64_t block = item.sequence->block_table[token / a.block_size];
-  return cache + ((block * a.num_kv_heads + item.kv_head) * a.block_size + token % a.block_size) * a.head_dim;
-}
-
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
 struct SplitSums {
   float maximum, total;  // of scores in powers of two; of the exponentials
 };
 
-// Turns `valid` scores into exponentials relative to their maximum, as bfloat16, zero up to `padded` (a multiple of 16).
-// Probability 16 * i + lane goes to out + offset_of(i) + lane.
-template <class Offset>
-SplitSums softmax_row(float* scores, int64_t valid, int64_t padded, float scale, uint16_t* out, Offset offset_of) {
-  const int64_t vectors = (valid + 15) / 16;
-  for (int64_t i = valid; i < vectors * 16; ++i) scores[i] = kMasked;
-  Floats top = load(scores);
-  for (int64_t i = 1; i < vectors; ++i) top = larger(top, load(scores + i * 16));
-  const float maximum = largest_of(top) * scale;
-  const Floats slope = splat(scale), shift = splat(-maximum);
-  Floats total = zeros();
-  for (int64_t i = 0; i < vectors; ++i) {
-    const Floats p = exp2_of_nonpositive(multiply_add(load(scores + i * 16), slope, shift));
-    total = total + p;
-    store_bf16(out + offset_of(i), p);
+// Sixteen tokens of the item's head, wherever their block lies; one division per block instead of one per use.
+struct SplitTokens {
+  const uint16_t* keys[kSplit / kTokens];
+  const uint16_t* values[kSplit / kTokens];
+};
+inline void find_tokens(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t tokens, SplitTokens* out) {
+  const int64_t piece = kTokens * a.head_dim, pieces = a.block_size / kTokens;
+  const int32_t* table = item.sequence->block_table + begin / a.block_size;
+  int64_t inside = begin % a.block_size / kTokens;
+  for (int64_t i = 0; i * kTokens < tokens; ++i) {
+    const int64_t at = ((*table * a.num_kv_heads + item.kv_head) * pieces + inside) * piece;
+    out->keys[i] = a.key_cache + at;
+    out->values[i] = a.value_cache + at;
+    if (++inside == pieces) {
+      inside = 0;
+      ++table;
+    }
   }
-  for (int64_t i = vectors; i < padded / 16; ++i) store_bf16(out + offset_of(i), zeros());
-  return {maximum, sum_of(total)};
+}
+
+template <int64_t kRun, int64_t kSecond>
+void no_probabilities(int64_t padded, uint16_t* out) {
+  for (int64_t i = 0; i < (padded + 31) / 32; ++i, out += kRun) {
+    store_bf16(out, zeros());
+    store_bf16(out + kSecond, zeros());
+  }
+}
+
+// Turns `valid` scores into exponentials relative to their maximum, as bfloat16, zero up to `padded`. Probabilities are
+// written 32 at a time: the first 16 of run i to out + i * kRun, the other 16 to kSecond beyond. Room for scores and
+// probabilities reaches to the next multiple of 32.
+template <int64_t kRun, int64_t kSecond>
+SplitSums softmax_row(float* scores, int64_t valid, int64_t padded, float scale, uint16_t* out) {
+  const int64_t runs = (valid + 31) / 32;
+  for (int64_t i = valid; i < runs * 32; ++i) scores[i] = kMasked;
+  Floats top[4] = {load(scores), load(scores + 16), load(scores), load(scores + 16)};
+  for (int64_t i = 1; i < runs; ++i) {
+    Floats* pair = top + i % 2 * 2;
+    pair[0] = larger(pair[0], load(scores + i * 32));
+    pair[1] = larger(pair[1], load(scores + i * 32 + 16));
+  }
+  const float maximum = largest_of(larger(larger(top[0], top[1]), larger(top[2], top[3]))) * scale;
+  const Floats slope = splat(scale), shift = splat(-maximum);
+  Floats totals[2] = {zeros(), zeros()};
+  for (int64_t i = 0; i < runs; ++i, scores += 32, out += kRun) {
+    const Floats first = exp2_of_nonpositive(multiply_add(load(scores), slope, shift));
+    const Floats second = exp2_of_nonpositive(multiply_add(load(scores + 16), slope, shift));
+    totals[0] = totals[0] + first;
+    totals[1] = totals[1] + second;
+    if constexpr (kSecond == 16) {
+      store_bf16_pair(out, first, second);
+    } else {
+      store_bf16(out, first);
+      store_bf16(out + kSecond, second);
+    }
+  }
+  no_probabilities<kRun, kSecond>(padded - runs * 32, out);
+  return {maximum, sum_of(totals[0] + totals[1])};
 }
 
 // Folds one split into what the splits before it gave: sums[head_dim], maximum, total.
 void absorb(float* sums, SplitSums* so_far, const float* more, SplitSums split, int64_t dim) {
   const float top = so_far->maximum > split.maximum ? so_far->maximum : split.maximum;
-  float lane[16];
-  store(lane, exp2_of_nonpositive(splat(so_far->maximum - top)));
-  const Floats keep = splat(lane[0]);
-  const float keep_total = so_far->total * lane[0];
-  store(lane, exp2_of_nonpositive(splat(split.maximum - top)));
-  const Floats add = splat(lane[0]);
+  const Floats keep = exp2_of_nonpositive(splat(so_far->maximum - top));
+  const Floats add = exp2_of_nonpositive(splat(split.maximum - top));
   for (int64_t i = 0; i < dim; i += 16) store(sums + i, load(sums + i) * keep + load(more + i) * add);
-  *so_far = {top, keep_total + split.total * lane[0]};
+  *so_far = {top, so_far->total * first_of(keep) + split.total * first_of(add)};
 }
 
 void write_result(const AttentionArgs& a, const Query& q, const float* sums, SplitSums all) {

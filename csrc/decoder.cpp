@@ -31,15 +31,17 @@ Decoder::Decoder(ThreadPool& pool, const Kernels& kernels, DecoderShape shape, W
 void Decoder::step(const StepBatch& batch) {
   reserve(batch.num_rows, batch.num_sampled);
   const AttentionSchedule schedule(batch.sequences, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, pool_.size());
+  const RowPlan plan(batch.num_rows, pool_.size());
   phase_seconds_.fill(0.0);
   phase_began_ = now_nanoseconds();
   pool_.run(
       [&](Team& team) {
-        embed(team, batch);
+        embed(team, plan, batch);
         for (const DecoderLayer& layer : layers_) {
-          attention_block(team, layer, batch, schedule);
-          mlp_block(team, layer, batch.num_rows);
+          attention_block(team, plan, layer, batch, schedule);
+          mlp_block(team, plan, layer, batch.num_rows);
         }
+        team.barrier();
         if (batch.num_sampled > 0) logits(team, batch);
       },
       /*pin_caller=*/true);
@@ -60,75 +62,82 @@ void Decoder::reserve(int64_t rows, int64_t sampled) {
   panels_.panel(Preparation::group8, rows, widest);
 }
 
-void Decoder::embed(Team& team, const StepBatch& batch) {
-  const Share share = share_of(batch.num_rows, team.rank, team.size);
-  for (int64_t row = share.begin; row < share.end; ++row)
+void Decoder::embed(Team& team, const RowPlan& plan, const StepBatch& batch) {
+  const Range rows = plan.rows_of(team);
+  for (int64_t row = rows.begin; row < rows.end; ++row)
     kernels_.dequantize_row(embedding_, batch.tokens[row], hidden_.as<float>() + row * shape_.hidden);
-  close_phase(team, kEmbed);
+  plan.barrier(team);
+  note(team, kEmbed);
 }
 
 // hidden += Output(Attention(Rope(Qkv(RmsNorm(hidden)))))
-void Decoder::attention_block(Team& team, const DecoderLayer& layer, const StepBatch& batch,
+void Decoder::attention_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, const StepBatch& batch,
                               const AttentionSchedule& schedule) {
-  const int64_t rows = batch.num_rows;
   const int64_t heads = shape_.num_heads * shape_.head_dim;
   const int64_t qkv_width = heads + 2 * shape_.num_kv_heads * shape_.head_dim;
-  linear(team, layer.qkv, hidden_.as<float>(), rows, layer.attention_norm, layer.qkv_bias, Store::f32, qkv_.as<float>(),
-         qkv_width, kQkv);
+  linear(team, plan,
+         {layer.qkv, hidden_.as<float>(), layer.attention_norm, layer.qkv_bias, Store::f32, qkv_.as<float>(), qkv_width, kQkv},
+         batch.num_rows);
 
   const RopeArgs rope{qkv_.as<float>(), qkv_width, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, layer.q_norm,
                       layer.k_norm, shape_.epsilon, cos_table_, sin_table_, batch.positions, batch.slots,
                       q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.block_size};
-  rope_phase(team, kernels_, rope, rows);
+  rope_phase(team, kernels_, plan, rope);
   if (team.rank == 0) team.reset_tickets();
-  close_phase(team, kRope);
+  team.barrier();
+  note(team, kRope);
 
   const AttentionArgs attention{q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.num_heads,
                                 shape_.num_kv_heads, shape_.head_dim, shape_.block_size,
                                 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), attended_.as<float>(), heads,
                                 shape_.deterministic};
   schedule.attend_phase(team, kernels_, attention);
+  team.barrier();
   if (schedule.has_merges()) {
-    team.barrier();
     schedule.merge_phase(team, kernels_, attention);
+    team.barrier();
   }
-  close_phase(team, kAttention);
+  note(team, kAttention);
 
-  linear(team, layer.output, attended_.as<float>(), rows, nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden,
-         kOutput);
+  linear(team, plan,
+         {layer.output, attended_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kOutput},
+         batch.num_rows);
 }
 
 // hidden += Down(silu(Gate(x)) * Up(x)) where x = RmsNorm(hidden)
-void Decoder::mlp_block(Team& team, const DecoderLayer& layer, int64_t rows) {
-  linear(team, layer.gate_up, hidden_.as<float>(), rows, layer.mlp_norm, nullptr, Store::silu_mul, gated_.as<float>(),
-         shape_.intermediate, kGateUp);
-  linear(team, layer.down, gated_.as<float>(), rows, nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden,
-         kDown);
+void Decoder::mlp_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, int64_t rows) {
+  linear(team, plan,
+         {layer.gate_up, hidden_.as<float>(), layer.mlp_norm, nullptr, Store::silu_mul, gated_.as<float>(),
+          shape_.intermediate, kGateUp},
+         rows);
+  linear(team, plan,
+         {layer.down, gated_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kDown}, rows);
 }
 
 void Decoder::logits(Team& team, const StepBatch& batch) {
-  const Share share = share_of(batch.num_sampled, team.rank, team.size);
+  const Range share = share_of(batch.num_sampled, team);
   for (int64_t i = share.begin; i < share.end; ++i)
     std::memcpy(sampled_hidden_.as<float>() + i * shape_.hidden, hidden_.as<float>() + batch.sampled[i] * shape_.hidden,
                 static_cast<size_t>(shape_.hidden) * sizeof(float));
   team.barrier();
-  linear(team, head_, sampled_hidden_.as<float>(), batch.num_sampled, final_norm_, nullptr, Store::f32, batch.logits,
-         head_.n, kHead);
+  const RowPlan plan(batch.num_sampled, team.size);
+  linear(team, plan, {head_, sampled_hidden_.as<float>(), final_norm_, nullptr, Store::f32, batch.logits, head_.n, kHead},
+         batch.num_sampled);
 }
 
-// y = store(norm(x) . W^T + bias)
-void Decoder::linear(Team& team, const Weight& weight, const float* x, int64_t rows, const float* norm, const float* bias,
-                     Store store, float* y, int64_t ld, Phase phase) {
-  const Panel panel = panels_.panel(preparation_for(kernels_, weight.format, rows, shape_.deterministic), rows,
-                                    weight.k_padded);
-  prepare_phase(team, kernels_, {x, Dtype::f32, weight.k, weight.k, norm, shape_.epsilon, panel});
-  close_phase(team, kPrepare);
-  matmul_phase(team, kernels_, {weight, panel, bias, store, y, ld});
-  close_phase(team, phase);
+void Decoder::linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows) {
+  const Weight& weight = map.weight;
+  const Preparation preparation = preparation_for(kernels_, weight.format, rows, shape_.deterministic);
+  const Panel panel = panels_.panel(preparation, rows, weight.k_padded);
+  prepare_phase(team, kernels_, plan, {map.x, Dtype::f32, weight.k, weight.k, map.norm, shape_.epsilon, panel});
+  plan.barrier(team);
+  note(team, kPrepare);
+  matmul_phase(team, kernels_, plan, {weight, panel, map.bias, map.store, map.y, map.ld});
+  plan.barrier(team);
+  note(team, map.phase);
 }
 
-void Decoder::close_phase(Team& team, Phase phase) {
-  team.barrier();
+void Decoder::note(const Team& team, Phase phase) {
   if (team.rank != 0) return;
   const int64_t now = now_nanoseconds();
   phase_seconds_[phase] += static_cast<double>(now - phase_began_) * 1e-9;

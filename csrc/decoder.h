@@ -59,14 +59,25 @@ class Decoder {
   const std::array<double, kNumPhases>& phase_seconds() const { return phase_seconds_; }
 
  private:
+  // y = store(norm(x) . W^T + bias); norm and bias may be null.
+  struct Linear {
+    const Weight& weight;
+    const float* x;
+    const float* norm;
+    const float* bias;
+    Store store;
+    float* y;
+    int64_t ld;
+    Phase phase;
+  };
   void reserve(int64_t rows, int64_t sampled);
-  void attention_block(Team& team, const DecoderLayer& layer, const StepBatch& batch, const AttentionSchedule& schedule);
-  void mlp_block(Team& team, const DecoderLayer& layer, int64_t rows);
-  void embed(Team& team, const StepBatch& batch);
+  void embed(Team& team, const RowPlan& plan, const StepBatch& batch);
+  void attention_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, const StepBatch& batch,
+                       const AttentionSchedule& schedule);
+  void mlp_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, int64_t rows);
   void logits(Team& team, const StepBatch& batch);
-  void linear(Team& team, const Weight& weight, const float* x, int64_t rows, const float* norm, const float* bias,
-              Store store, float* y, int64_t ld, Phase phase);
-  void close_phase(Team& team, Phase phase);
+  void linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows);
+  void note(const Team& team, Phase phase);
 
   ThreadPool& pool_;
   const Kernels& kernels_;

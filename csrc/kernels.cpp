@@ -22,19 +22,20 @@
 namespace pellucid {
 namespace {
 
-void matmul(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end, std::byte* scratch) {
+void matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
 #if defined(__AMX_TILE__)
-  if (a.panel.preparation == Preparation::bf16) return tile_matmul<false>(a, pair_begin, pair_end, scratch);
-  if (a.panel.preparation == Preparation::row8) return tile_matmul<true>(a, pair_begin, pair_end, scratch);
+  if (a.panel.preparation == Preparation::bf16) return tile_matmul<false>(a, rows, pairs, scratch);
+  if (a.panel.preparation == Preparation::row8) return tile_matmul<true>(a, rows, pairs, scratch);
 #endif
   (void)scratch;
-  vector_matmul(a, pair_begin, pair_end);
+  vector_matmul(a, rows, pairs);
 }
 
-void attend(const AttentionArgs& a, const AttentionItem& item, std::byte* scratch) {
+void attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
 #if defined(__AMX_TILE__)
-  return tile_attend(a, item, scratch);
+  return tile_attend(a, item, next, scratch);
 #else
+  (void)next;
   vector_attend(a, item, scratch);
 #endif
 }

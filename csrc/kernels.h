@@ -33,6 +33,11 @@ constexpr int64_t block_bytes(Format format, int64_t k_padded) {
 }
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
+// Half-open.
+struct Range {
+  int64_t begin, end;
+};
+
 struct Weight {
   Format format;
   int64_t n, k;                // as the model sees it
@@ -139,7 +144,7 @@ struct AttentionArgs {
 // with its own maximum, merged in order: the result of a row does not depend on the number of threads, nor, if
 // `deterministic`, on the batch.
 constexpr int64_t kSplit = 512;
-constexpr int64_t kItemRows = 96;  // most query rows (row x head of the group) in one item
+constexpr int64_t kItemRows = 192;  // most query rows (row x head of the group) in one item
 
 struct AttentionItem {
   const Sequence* sequence;
@@ -153,10 +158,11 @@ struct AttentionItem {
 struct Kernels {
   const char* name;
   bool has_tiles;  // row8 panels may meet grouped weights
-  void (*prepare)(const PrepareArgs&, int64_t row_begin, int64_t row_end, std::byte* scratch);
-  void (*matmul)(const MatmulArgs&, int64_t pair_begin, int64_t pair_end, std::byte* scratch);
-  void (*rope)(const RopeArgs&, int64_t row_begin, int64_t row_end);
-  void (*attend)(const AttentionArgs&, const AttentionItem&, std::byte* scratch);
+  void (*prepare)(const PrepareArgs&, Range rows, std::byte* scratch);
+  void (*matmul)(const MatmulArgs&, Range rows, Range pairs, std::byte* scratch);  // rows from a multiple of 16 on
+  void (*rope)(const RopeArgs&, Range rows);
+  // `next` is what this thread will attend afterwards, or null: its keys and values can be asked for early.
+  void (*attend)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next, std::byte* scratch);
   void (*merge)(const AttentionArgs&, const AttentionItem&, int64_t query_begin, int64_t query_end);
   void (*dequantize_row)(const Weight&, int64_t row, float* out);
   void (*rms_norm)(const void* x, Dtype dtype, const float* weight, float epsilon, int64_t k, void* y);

@@ -190,12 +190,12 @@ void store_product(const MatmulArgs& a, const Product& product, int64_t row, int
 }
 
 template <Format kFormat>
-void vector_matmul_of(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end) {
+void vector_matmul_of(const MatmulArgs& a, Range all_rows, Range pairs) {
   Product product;
-  for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
+  for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
     const uint8_t* blocks[2] = {a.weight.block(2 * pair), a.weight.block(2 * pair + 1)};
-    for (int64_t row = 0; row < a.panel.rows; row += kRowsAtOnce) {
-      const int64_t left = a.panel.rows - row;
+    for (int64_t row = all_rows.begin; row < all_rows.end; row += kRowsAtOnce) {
+      const int64_t left = all_rows.end - row;
       const int rows = static_cast<int>(left < kRowsAtOnce ? left : kRowsAtOnce);
       for (int half = 0; half < 2; ++half)
         block_product_of<kFormat>(rows, blocks[half], a.panel, row, product.v[0] + half * kBlock);
@@ -208,13 +208,13 @@ void vector_matmul_of(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end)
   }
 }
 
-void vector_matmul(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end) {
+void vector_matmul(const MatmulArgs& a, Range rows, Range pairs) {
   switch (a.weight.format) {
-    case Format::bf16: return vector_matmul_of<Format::bf16>(a, pair_begin, pair_end);
-    case Format::int8: return vector_matmul_of<Format::int8>(a, pair_begin, pair_end);
-    case Format::q8: return vector_matmul_of<Format::q8>(a, pair_begin, pair_end);
-    case Format::q4: return vector_matmul_of<Format::q4>(a, pair_begin, pair_end);
-    case Format::q4_min: return vector_matmul_of<Format::q4_min>(a, pair_begin, pair_end);
+    case Format::bf16: return vector_matmul_of<Format::bf16>(a, rows, pairs);
+    case Format::int8: return vector_matmul_of<Format::int8>(a, rows, pairs);
+    case Format::q8: return vector_matmul_of<Format::q8>(a, rows, pairs);
+    case Format::q4: return vector_matmul_of<Format::q4>(a, rows, pairs);
+    case Format::q4_min: return vector_matmul_of<Format::q4_min>(a, rows, pairs);
   }
 }
 

@@ -60,17 +60,18 @@ class Cpu {
     const PrepareArgs prepare{at<void>(x), dtype_of(x_bf16), weight.k, weight.k, nullptr, 0.0f, panel};
     const Store store = gated ? Store::silu_mul : y_bf16 ? Store::bf16 : Store::f32;
     const MatmulArgs matmul{weight, panel, at<float>(bias), store, at<void>(y), gated ? weight.n / 2 : weight.n};
+    const RowPlan plan(rows, pool_.size());
     pool_.run([&](Team& team) {
-      prepare_phase(team, kernels_, prepare);
-      team.barrier();
-      matmul_phase(team, kernels_, matmul);
+      prepare_phase(team, kernels_, plan, prepare);
+      plan.barrier(team);
+      matmul_phase(team, kernels_, plan, matmul);
     });
   }
 
   void rms_norm(uintptr_t x, bool bf16, int64_t rows, int64_t k, uintptr_t weight, float epsilon, uintptr_t y) {
     const int64_t bytes = k * (bf16 ? 2 : 4);
     pool_.run([&](Team& team) {
-      const Share share = share_of(rows, team.rank, team.size);
+      const Range share = share_of(rows, team);
       for (int64_t row = share.begin; row < share.end; ++row)
         kernels_.rms_norm(at<char>(x) + row * bytes, dtype_of(bf16), at<float>(weight), epsilon, k,
                           at<char>(y) + row * bytes);
@@ -80,7 +81,7 @@ class Cpu {
   void silu_mul(uintptr_t gate_up, bool bf16, int64_t rows, int64_t width, uintptr_t y) {
     const int64_t bytes = width * (bf16 ? 2 : 4);
     pool_.run([&](Team& team) {
-      const Share share = share_of(rows, team.rank, team.size);
+      const Range share = share_of(rows, team);
       for (int64_t row = share.begin; row < share.end; ++row) {
         const char* gate = at<char>(gate_up) + 2 * row * bytes;
         kernels_.silu_mul(gate, gate + bytes, dtype_of(bf16), width, at<char>(y) + row * bytes);
@@ -99,7 +100,8 @@ class Cpu {
                         at<int32_t>(positions), at<int64_t>(slots),
                         at<uint16_t>(q_out), at<uint16_t>(key_cache),
                         at<uint16_t>(value_cache), block_size};
-    pool_.run([&](Team& team) { rope_phase(team, kernels_, args, rows); });
+    const RowPlan plan(rows, pool_.size());
+    pool_.run([&](Team& team) { rope_phase(team, kernels_, plan, args); });
   }
 
   void attention(uintptr_t q, uintptr_t key_cache, uintptr_t value_cache, int64_t num_heads, int64_t num_kv_heads,
@@ -129,7 +131,7 @@ class Cpu {
   void dequantize_rows(const PackedWeight& packed, uintptr_t indices, int64_t count, uintptr_t out) {
     const Weight weight = packed.view();
     pool_.run([&](Team& team) {
-      const Share share = share_of(count, team.rank, team.size);
+      const Range share = share_of(count, team);
       for (int64_t i = share.begin; i < share.end; ++i)
         kernels_.dequantize_row(weight, at<int64_t>(indices)[i], at<float>(out) + i * weight.k);
     });
@@ -137,7 +139,7 @@ class Cpu {
 
   void argmax(uintptr_t logits, int64_t rows, int64_t count, uintptr_t out) {
     pool_.run([&](Team& team) {
-      const Share share = share_of(rows, team.rank, team.size);
+      const Range share = share_of(rows, team);
       for (int64_t row = share.begin; row < share.end; ++row)
         at<int64_t>(out)[row] = kernels_.argmax(at<float>(logits) + row * count, count);
     });
@@ -146,7 +148,7 @@ class Cpu {
   // Copies `count` pieces of `bytes`; pairs: [count][2] int64, from and to, in pieces.
   void copy_blocks(uintptr_t from, uintptr_t to, uintptr_t pairs, int64_t count, int64_t bytes) {
     pool_.run([&](Team& team) {
-      const Share share = share_of(count, team.rank, team.size);
+      const Range share = share_of(count, team);
       for (int64_t i = share.begin; i < share.end; ++i) {
         const int64_t* pair = at<int64_t>(pairs) + 2 * i;
         std::memcpy(at<char>(to) + pair[1] * bytes, at<char>(from) + pair[0] * bytes, static_cast<size_t>(bytes));

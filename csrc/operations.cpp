@@ -32,19 +32,21 @@ Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded) 
   return {preparation, rows, k_padded, data_.as<uint8_t>(), scale_.as<float>(), sum_.as<int32_t>()};
 }
 
-void prepare_phase(Team& team, const Kernels& kernels, const PrepareArgs& args) {
-  const Share share = share_of(args.panel.rows, team.rank, team.size);
-  if (share.begin < share.end) kernels.prepare(args, share.begin, share.end, team.scratch);
+void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args) {
+  const Range rows = plan.rows_of(team);
+  if (rows.begin < rows.end) kernels.prepare(args, rows, team.scratch);
 }
 
-void matmul_phase(Team& team, const Kernels& kernels, const MatmulArgs& args) {
-  const Share share = share_of(args.weight.n_padded / (2 * kBlock), team.rank, team.size);
-  if (share.begin < share.end) kernels.matmul(args, share.begin, share.end, team.scratch);
+void matmul_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const MatmulArgs& args) {
+  const int64_t num_pairs = args.weight.n_padded / (2 * kBlock);
+  const Range rows = plan.own_rows() ? plan.rows_of(team) : Range{0, args.panel.rows};
+  const Range pairs = plan.own_rows() ? Range{0, num_pairs} : share_of(num_pairs, team);
+  if (rows.begin < rows.end && pairs.begin < pairs.end) kernels.matmul(args, rows, pairs, team.scratch);
 }
 
-void rope_phase(Team& team, const Kernels& kernels, const RopeArgs& args, int64_t rows) {
-  const Share share = share_of(rows, team.rank, team.size);
-  if (share.begin < share.end) kernels.rope(args, share.begin, share.end);
+void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const RopeArgs& args) {
+  const Range rows = plan.rows_of(team);
+  if (rows.begin < rows.end) kernels.rope(args, rows);
 }
 
 AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads,
@@ -54,12 +56,16 @@ AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int
   for (const Sequence& s : sequences) decodes += s.num_rows * group <= kBlock;
   // Enough items that no thread waits long for another; a context is shared only when there are few sequences.
   const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * num_kv_heads));
+  // Large items read keys and values less often, small ones keep every thread busy to the end.
+  int64_t chunk_queries = 0;
+  for (const Sequence& s : sequences) chunk_queries += s.num_rows * num_heads;
+  const int64_t item_rows = chunk_queries >= 8 * num_threads * kItemRows ? kItemRows : kItemRows / 4;
   for (const Sequence& s : sequences) {
     const int64_t queries = s.num_rows * group;
     const int64_t splits = (s.context + kSplit - 1) / kSplit;
     for (int64_t head = 0; head < num_kv_heads; ++head) {
       if (queries > kBlock || splits == 1 || shares == 1) {
-        add_chunk(&s, head, queries);
+        add_chunk(&s, head, queries, item_rows);
       } else {
         add_shared(&s, head, queries, std::min(shares, splits), partial_floats);
         partial_floats += queries * splits * (head_dim + 2);
@@ -78,11 +84,10 @@ AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int
       if (item.partial) item.partial = partials_.as<float>() + (reinterpret_cast<intptr_t>(item.partial) - 1);
 }
 
-void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries) {
+void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows) {
   const int64_t group = queries / sequence->num_rows;
-  const int64_t unit = std::max<int64_t>(1, kItemRows / group) * group;  // whole rows, where a row fits
-  for (int64_t end = queries; end > 0; end -= std::min(end, std::min(unit, kItemRows))) {
-    const int64_t begin = std::max<int64_t>(0, end - std::min(unit, kItemRows));
+  for (int64_t end = queries; end > 0; end -= std::min(end, item_rows)) {
+    const int64_t begin = std::max<int64_t>(0, end - item_rows);
     const int64_t visible = sequence->context - sequence->num_rows + (end - 1) / group + 1;
     items_.push_back({sequence, kv_head, begin, end, 0, (visible + kSplit - 1) / kSplit, nullptr, 0});
   }
@@ -101,12 +106,16 @@ void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, in
 
 void AttentionSchedule::attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {
   const auto count = static_cast<int64_t>(items_.size());
-  for (int64_t i = team.ticket(); i < count; i = team.ticket())
-    kernels.attend(args, items_[static_cast<size_t>(i)], team.scratch);
+  const auto item = [&](int64_t i) { return i < count ? &items_[static_cast<size_t>(i)] : nullptr; };
+  for (int64_t i = team.ticket(); i < count;) {
+    const int64_t next = team.ticket();
+    kernels.attend(args, *item(i), item(next), team.scratch);
+    i = next;
+  }
 }
 
 void AttentionSchedule::merge_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {
-  const Share share = share_of(static_cast<int64_t>(merges_.size()), team.rank, team.size);
+  const Range share = share_of(static_cast<int64_t>(merges_.size()), team);
   for (int64_t i = share.begin; i < share.end; ++i) {
     const AttentionItem& item = merges_[static_cast<size_t>(i)];
     kernels.merge(args, item, item.query_begin, item.query_end);

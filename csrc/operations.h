@@ -13,6 +13,36 @@ namespace pellucid {
 
 const Kernels& kernels_for(Isa isa);
 
+// This thread's share of [0, count).
+inline Range share_of(int64_t count, const Team& team) {
+  return {count * team.rank / team.size, count * (team.rank + 1) / team.size};
+}
+
+// How the rows of a batch are divided. Few rows: a product's columns are shared, so each weight is read by one thread, and
+// whatever works on rows alone is shared by rows, with barriers in between. Many rows: every thread keeps its own rows
+// through all products, so activations stay in its cache and no barrier is needed but around attention.
+class RowPlan {
+ public:
+  RowPlan(int64_t rows, int num_threads) : rows_(rows), own_rows_(rows >= kOwnRows * num_threads) {}
+
+  bool own_rows() const { return own_rows_; }
+  Range rows_of(const Team& team) const {
+    if (!own_rows_) return share_of(rows_, team);
+    const Range pairs = share_of((rows_ + 31) / 32, team);  // whole pairs of row tiles
+    return {pairs.begin * 32, pairs.end * 32 < rows_ ? pairs.end * 32 : rows_};
+  }
+  // Ends a phase on rows, or a product: the others' results are needed only where the work is not by own rows.
+  void barrier(Team& team) const {
+    if (!own_rows_) team.barrier();
+  }
+
+ private:
+  // Below this many rows per thread, requantising the weights once per thread costs more than it saves.
+  static constexpr int64_t kOwnRows = 96;
+  int64_t rows_;
+  bool own_rows_;
+};
+
 // From how many rows on grouped weights are requantised to tiles instead of multiplied group by group. Measured: with 8
 // rows the vector path still runs at memory speed, and the registers hold no more.
 constexpr int64_t kTileRows = 9;
@@ -28,9 +58,9 @@ class PanelRoom {
   Buffer data_, scale_, sum_;
 };
 
-void prepare_phase(Team& team, const Kernels& kernels, const PrepareArgs& args);
-void matmul_phase(Team& team, const Kernels& kernels, const MatmulArgs& args);
-void rope_phase(Team& team, const Kernels& kernels, const RopeArgs& args, int64_t rows);
+void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args);
+void matmul_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const MatmulArgs& args);
+void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const RopeArgs& args);
 
 // The items of one attention call, made once per step: every layer has the same shape.
 class AttentionSchedule {
@@ -45,7 +75,7 @@ class AttentionSchedule {
   bool has_merges() const { return !merges_.empty(); }
 
  private:
-  void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries);
+  void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows);
   void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares, int64_t partial_at);
 
   std::vector<AttentionItem> items_;

@@ -103,10 +103,10 @@ void round_row(const float* x, int64_t row, const Panel& panel) {
   }
 }
 
-void prepare(const PrepareArgs& a, int64_t row_begin, int64_t row_end, std::byte* scratch) {
+void prepare(const PrepareArgs& a, Range rows, std::byte* scratch) {
   float* x = reinterpret_cast<float*>(scratch);
   const int64_t element_bytes = a.dtype == Dtype::f32 ? 4 : 2;
-  for (int64_t row = row_begin; row < row_end; ++row) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
     widen_row(static_cast<const std::byte*>(a.x) + row * a.ld * element_bytes, a.dtype, a.k, a.panel.k_padded, x);
     if (a.norm_weight) normalize_row(x, a.norm_weight, a.epsilon, a.k);
     switch (a.panel.preparation) {
@@ -135,7 +135,7 @@ void rms_norm(const void* x, Dtype dtype, const float* weight, float epsilon, in
   }
 }
 
-inline Floats silu(Floats v) { return v / (splat(1.0f) + exponential(zeros() - v)); }
+inline Floats silu(Floats v) { return v * reciprocal(splat(1.0f) + exponential(zeros() - v)); }
 
 void silu_mul(const void* gate, const void* up, Dtype dtype, int64_t count, void* y) {
   int64_t i = 0;
@@ -198,11 +198,11 @@ void write_value(const RopeArgs& a, const float* value, int64_t slot, int64_t he
     to[(i / 16 * 8 + token / 2) * 32 + i % 16 * 2 + token % 2] = float_to_bf16(value[i]);
 }
 
-void rope(const RopeArgs& a, int64_t row_begin, int64_t row_end) {
+void rope(const RopeArgs& a, Range rows) {
   constexpr int64_t kMaxHead = 512;
   float head[kMaxHead];
   const int64_t half = a.head_dim / 2;
-  for (int64_t row = row_begin; row < row_end; ++row) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
     const float* x = a.qkv + row * a.ld;
     const float* cosines = a.cos_table + a.positions[row] * half;
     const float* sines = a.sin_table + a.positions[row] * half;

@@ -119,19 +119,28 @@ inline Floats to_floats(Ints v) {
 inline Ints round_to_ints(Floats v) { return as_ints(v + splat(12582912.0f)) - splat_int(0x4b400000); }
 
 inline float sum_of(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v.p[0]);
+#else
   float lane[16];
   store(lane, v);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
   return lane[0];
+#endif
 }
 inline float largest_of(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v.p[0]);
+#else
   float lane[16];
   store(lane, v);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
   return lane[0];
+#endif
 }
+inline float first_of(Floats v) { return v.p[0][0]; }
 inline Floats absolute(Floats v) { return as_floats(as_ints(v) & splat_int(0x7fffffff)); }
 
 // --- bfloat16: the upper half of a float -----------------------------------------------------------------------------
@@ -165,6 +174,15 @@ inline void store_bf16(uint16_t* to, Floats v) {
   const Ints words = shift_right<16>(rounded_to_bf16(v));
   PELLUCID_EACH_PART half.p[part] = __builtin_convertvector(words.p[part], HalfPart);
   __builtin_memcpy(to, &half, 32);
+#endif
+}
+inline void store_bf16_pair(uint16_t* to, Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  const __m512bh both = _mm512_cvtne2ps_pbh((__m512)second.p[0], (__m512)first.p[0]);
+  __builtin_memcpy(to, &both, 64);
+#else
+  store_bf16(to, first);
+  store_bf16(to + 16, second);
 #endif
 }
 inline float bf16_to_float(uint16_t h) {
@@ -231,17 +249,21 @@ inline Ints dot4(Ints sum, Ints w, int32_t x) {
 
 // --- exponential -----------------------------------------------------------------------------------------------------
 
-// 2^v for v <= 0, relative error below 1e-4 (a minimax cubic on [-0.5, 0.5]); exactly 0 below -126.
+#if defined(__AVX512F__)
+constexpr float kFloor3 = 0.07802452f, kFloor2 = 0.22606717f, kFloor1 = 0.69583353f, kFloor0 = 0.99992522f;
+#endif
+
+// 2^v for v <= 0, relative error below 1.1e-4 (a minimax cubic); exactly 0 below -126.
 inline Floats exp2_of_nonpositive(Floats v) {
 #if defined(__AVX512F__)
   const __m512 x = (__m512)v.p[0];
-  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m512 f = _mm512_sub_ps(x, whole);
-  __m512 r = _mm512_fmadd_ps(_mm512_set1_ps(0.05517167f), f, _mm512_set1_ps(0.24261113f));
-  r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(0.69326099f));
-  r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(0.99992807f));
+  // scalef takes the floor of its second operand itself, so the fraction is reckoned from the floor too, in [0, 1).
+  const __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fmadd_ps(_mm512_set1_ps(kFloor3), f, _mm512_set1_ps(kFloor2));
+  r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(kFloor1));
+  r = _mm512_fmadd_ps(r, f, _mm512_set1_ps(kFloor0));
   Floats result;
-  result.p[0] = (FloatPart)_mm512_scalef_ps(r, whole);
+  result.p[0] = (FloatPart)_mm512_scalef_ps(r, x);
   return result;
 #else
   const Floats clamped = larger(v, splat(-126.0f));
@@ -257,22 +279,33 @@ inline Floats exp2_of_nonpositive(Floats v) {
 #endif
 }
 
-// e^v, relative error below 1e-6 (degree 6 on the reduced argument), for the activations, where the result is not a weight
-// of an average.
+// e^v, relative error below 3e-6 (a Taylor polynomial of degree 5 on half a binade).
 inline Floats exponential(Floats v) {
   const Floats clamped = larger(smaller(v, splat(88.0f)), splat(-87.0f));
   const Floats x = clamped * splat(1.44269504f);
   const Ints whole = round_to_ints(x);
-  const Floats f = multiply_add(to_floats(whole), splat(-0.693145752f), clamped);
-  const Floats g = multiply_add(to_floats(whole), splat(-1.42860677e-6f), f);
-  Floats r = splat(1.0f / 720);
-  r = multiply_add(r, g, splat(1.0f / 120));
+  const Floats g = multiply_add(to_floats(whole), splat(-0.69314718f), clamped);
+  Floats r = splat(1.0f / 120);
   r = multiply_add(r, g, splat(1.0f / 24));
   r = multiply_add(r, g, splat(1.0f / 6));
   r = multiply_add(r, g, splat(0.5f));
   r = multiply_add(r, g, splat(1.0f));
   r = multiply_add(r, g, splat(1.0f));
   return r * as_floats(shift_left<23>(whole + splat_int(127)));
+}
+
+// 1 / v for normal v, relative error below 2^-22.
+inline Floats reciprocal(Floats v) {
+#if defined(__AVX512F__)
+  const __m512 x = (__m512)v.p[0];
+  const __m512 guess = _mm512_rcp14_ps(x);
+  const __m512 miss = _mm512_fnmadd_ps(x, guess, _mm512_set1_ps(1.0f));
+  Floats r;
+  r.p[0] = (FloatPart)_mm512_fmadd_ps(guess, miss, guess);
+  return r;
+#else
+  return splat(1.0f) / v;
+#endif
 }
 
 }  // namespace

@@ -31,12 +31,6 @@ struct Team {
   void reset_tickets();  // by one rank only, between two barriers
 };
 
-// The half-open share of [0, count) that belongs to `rank`.
-struct Share {
-  int64_t begin, end;
-};
-inline Share share_of(int64_t count, int rank, int size) { return {count * rank / size, count * (rank + 1) / size}; }
-
 class ThreadPool {
  public:
   static constexpr size_t kScratchBytes = size_t{4} << 20;

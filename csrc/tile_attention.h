@@ -11,15 +11,19 @@ namespace pellucid {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
+// Scores of a row lie this many floats apart: a power of two would put all rows of a tile into the same cache sets.
+constexpr int64_t kScoreStride = kSplit + 16;
 
 struct alignas(64) TileScratch {
-  uint16_t q[kItemRows * kMaxHeadDim];          // [row tile][head_dim / 32][16][32]
-  float scores[32][kSplit];
-  uint16_t probabilities[32 * kSplit];          // chunk: [row tile][kSplit / 32][16][32]; decode: [kSplit / 16][16][16]
-  uint16_t values[kSplit * kMaxHeadDim];        // [kSplit / 32][head_dim / 16][16 pairs][16][2]
-  float split_sums[32 * kMaxHeadDim];           // [32][head_dim]
-  float sums[kItemRows * kMaxHeadDim];          // [query][head_dim]
+  uint16_t q[kItemRows * kMaxHeadDim];    // [row tile][head_dim / 32][16][32]
+  float scores[32 * kScoreStride];
+  uint16_t probabilities[32 * kSplit];    // chunk: [row tile][kSplit / 32][16][32]; decode: [kSplit / 16][16][16]
+  uint16_t values[kSplit * kMaxHeadDim];  // [kSplit / 32][head_dim / 16][16 pairs][16][2]
+  float split_sums[32 * kMaxHeadDim];     // [32][head_dim]
+  float sums[kItemRows * kMaxHeadDim];    // [query][head_dim]
   SplitSums so_far[kItemRows];
+  int64_t visible[kItemRows];  // tokens that each query sees
+  SplitTokens tokens;
 };
 
 void gather_queries(const AttentionArgs& a, const AttentionItem& item, TileScratch* s) {
@@ -31,16 +35,21 @@ void gather_queries(const AttentionArgs& a, const AttentionItem& item, TileScrat
       continue;
     }
     const Query q = query_at(a, item, item.query_begin + i);
+    s->visible[i] = q.visible;
     const uint16_t* from = a.q + (q.row * a.num_heads + q.head) * a.head_dim;
     for (int64_t d = 0; d < a.head_dim; d += 32) __builtin_memcpy(to + d * kBlock, from + d, 64);
   }
 }
 
-inline void prefetch_tokens(const AttentionArgs& a, const AttentionItem& item, const uint16_t* cache, int64_t token,
-                            int64_t end) {
-  if (token >= end) return;
-  const uint16_t* p = tokens_at(a, item, cache, token);
-  for (int64_t i = 0; i < kTokens * a.head_dim; i += 32) prefetch(p + i);
+// Scores of query `i` of the item to probabilities, from row `row` of the scores; zero where it sees nothing of the split.
+template <int64_t kRun, int64_t kSecond>
+SplitSums probabilities_of(const AttentionArgs& a, int64_t i, int64_t row, int64_t begin, int64_t padded, uint16_t* out,
+                           TileScratch* s) {
+  const int64_t valid = clamp(s->visible[i] - begin, 0, kSplit);
+  if (valid > 0)
+    return softmax_row<kRun, kSecond>(s->scores + row * kScoreStride, valid, padded, a.scale * kLog2E, out);
+  no_probabilities<kRun, kSecond>(padded, out);
+  return {kMasked, 0.0f};
 }
 
 // --- decode: at most 16 queries ----------------------------------------------------------------------------------------
@@ -55,36 +64,64 @@ void configure_decode(int queries) {
   load_config(config);
 }
 
-constexpr int64_t kTokensAhead = 8 * kTokens;
+// Keys and values that a decode reads come from memory, each once. They are asked for this many pieces of 16 tokens ahead,
+// and the first of the next item while this one is computed.
+constexpr int64_t kPiecesAhead = 8;
 
-void decode_scores(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t padded, TileScratch* s) {
-  constexpr int64_t stride = kSplit * 4;
-  for (int64_t t = 0; t < padded; t += kTokens) {
-    prefetch_tokens(a, item, a.key_cache, begin + t + kTokensAhead, begin + padded);
-    prefetch_tokens(a, item, a.value_cache, begin + t, begin + (padded < kTokensAhead ? padded : kTokensAhead));
-    const uint16_t* keys = tokens_at(a, item, a.key_cache, begin + t);
+inline void prefetch_piece(const uint16_t* p, int64_t head_dim) {
+  for (int64_t i = 0; i < kTokens * head_dim; i += 32) prefetch(p + i);
+}
+
+// The start of the next item, one piece at a time.
+class NextPieces {
+ public:
+  NextPieces(const AttentionArgs& a, const AttentionItem* next) : head_dim_(a.head_dim) {
+    if (!next || next->query_end - next->query_begin > kBlock) return;
+    const int64_t begin = next->split_begin * kSplit;
+    count_ = clamp((next->sequence->context - begin + kTokens - 1) / kTokens, 0, 2 * kPiecesAhead);
+    find_tokens(a, *next, begin, count_ * kTokens, &tokens_);
+  }
+  void prefetch_one() {
+    if (done_ >= count_) return;
+    prefetch_piece(tokens_.keys[done_], head_dim_);
+    prefetch_piece(tokens_.values[done_], head_dim_);
+    ++done_;
+  }
+
+ private:
+  int64_t head_dim_, count_ = 0, done_ = 0;
+  SplitTokens tokens_;
+};
+
+void decode_scores(const AttentionArgs& a, int64_t padded, NextPieces* next, TileScratch* s) {
+  const int64_t pieces = padded / kTokens;
+  for (int64_t i = 0; i < pieces; ++i) {
+    if (i + kPiecesAhead < pieces) {
+      prefetch_piece(s->tokens.keys[i + kPiecesAhead], a.head_dim);
+      prefetch_piece(s->tokens.values[i + kPiecesAhead], a.head_dim);
+    } else {
+      next->prefetch_one();
+    }
     _tile_zero(0);
     for (int64_t d = 0; d < a.head_dim; d += 32) {
       _tile_loadd(4, s->q + d * kBlock, 64);
-      _tile_loadd(6, keys + d * kTokens, 64);
+      _tile_loadd(6, s->tokens.keys[i] + d * kTokens, 64);
       _tile_dpbf16ps(0, 4, 6);
     }
-    _tile_stored(0, s->scores[0] + t, stride);
+    _tile_stored(0, s->scores + i * kTokens, kScoreStride * 4);
   }
 }
 
 // Up to four blocks of 16 dimensions from `dim` on.
-void decode_values(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t padded, int64_t dim,
-                   TileScratch* s) {
+void decode_values(const AttentionArgs& a, int64_t padded, int64_t dim, TileScratch* s) {
   const int64_t blocks = clamp((a.head_dim - dim) / 16, 0, 4);
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t t = 0; t < padded; t += kTokens) {
-    if (dim == 0) prefetch_tokens(a, item, a.value_cache, begin + t + kTokensAhead, begin + padded);
-    const uint16_t* values = tokens_at(a, item, a.value_cache, begin + t) + dim * kTokens;
-    _tile_loadd(5, s->probabilities + t * kBlock, 32);
+  for (int64_t i = 0; i < padded / kTokens; ++i) {
+    const uint16_t* values = s->tokens.values[i] + dim * kTokens;
+    _tile_loadd(5, s->probabilities + i * kTokens * kBlock, 32);
     _tile_loadd(7, values, 64);
     _tile_dpbf16ps(0, 5, 7);
     _tile_loadd(7, values + 256, 64);
@@ -103,26 +140,22 @@ void decode_values(const AttentionArgs& a, const AttentionItem& item, int64_t be
   _tile_stored(3, s->split_sums + dim + 48, stride);
 }
 
-void decode_attend(const AttentionArgs& a, const AttentionItem& item, TileScratch* s) {
+void decode_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next_item, TileScratch* s) {
   const int64_t count = item.query_end - item.query_begin;
+  NextPieces next(a, next_item);
   gather_queries(a, item, s);
   configure_decode(static_cast<int>(count));
-  const int64_t last = query_at(a, item, item.query_end - 1).visible;
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     const int64_t begin = split * kSplit;
-    const int64_t padded = round_up(clamp(last - begin, 0, kSplit), kTokens);
-    decode_scores(a, item, begin, padded, s);
+    const int64_t padded = round_up(clamp(s->visible[count - 1] - begin, 0, kSplit), kTokens);
+    find_tokens(a, item, begin, padded, &s->tokens);
+    decode_scores(a, padded, &next, s);
     SplitSums sums[kBlock];
+    for (int64_t i = 0; i < count; ++i)
+      sums[i] = probabilities_of<512, 256>(a, i, i, begin, padded, s->probabilities + i * 16, s);
+    for (int64_t dim = 0; dim < a.head_dim; dim += 64) decode_values(a, padded, dim, s);
     for (int64_t i = 0; i < count; ++i) {
-      const int64_t valid = clamp(query_at(a, item, item.query_begin + i).visible - begin, 0, kSplit);
-      uint16_t* out = s->probabilities + i * 16;
-      const auto offset_of = [](int64_t v) { return v * 256; };
-      if (valid > 0) sums[i] = softmax_row(s->scores[i], valid, padded, a.scale * kLog2E, out, offset_of);
-      else for (int64_t v = 0; v < padded / 16; ++v) store_bf16(out + offset_of(v), zeros());
-    }
-    for (int64_t dim = 0; dim < a.head_dim; dim += 64) decode_values(a, item, begin, padded, dim, s);
-    for (int64_t i = 0; i < count; ++i) {
-      if (begin >= query_at(a, item, item.query_begin + i).visible) continue;
+      if (begin >= s->visible[i]) continue;
       take_split(a, item, item.query_begin + i, split, s->split_sums + i * a.head_dim, sums[i],
                  s->sums + i * a.head_dim, &s->so_far[i]);
     }
@@ -132,24 +165,25 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, TileScratc
 // --- chunks: row tiles in pairs ----------------------------------------------------------------------------------------
 
 // Joins the half tiles of 16 tokens into tiles of 32, zero where the split ends in between.
-void join_values(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t tokens, TileScratch* s) {
+void join_values(const AttentionArgs& a, int64_t tokens, TileScratch* s) {
   for (int64_t t = 0; t < round_up(tokens, 32); t += kTokens) {
     uint16_t* to = s->values + t / 32 * 32 * a.head_dim + t % 32 * 16;
-    const uint16_t* from = t < tokens ? tokens_at(a, item, a.value_cache, begin + t) : nullptr;
+    const uint16_t* from = s->tokens.values[t / kTokens];
     for (int64_t d = 0; d < a.head_dim / 16; ++d) {
-      if (from) __builtin_memcpy(to + d * 512, from + d * 256, 512);
+      if (t < tokens) __builtin_memcpy(to + d * 512, from + d * 256, 512);
       else __builtin_memset(to + d * 512, 0, 512);
     }
   }
 }
 
-void chunk_scores(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t tokens, const uint16_t* q,
-                  TileScratch* s) {
-  constexpr int64_t stride = kSplit * 4;
+void chunk_scores(const AttentionArgs& a, int64_t tokens, const uint16_t* q, TileScratch* s) {
+  constexpr int64_t stride = kScoreStride * 4;
   const uint16_t* lower = q + kBlock * a.head_dim;
   for (int64_t t = 0; t < tokens; t += 2 * kTokens) {
-    const uint16_t* left = tokens_at(a, item, a.key_cache, begin + t);
-    const uint16_t* right = t + kTokens < tokens ? tokens_at(a, item, a.key_cache, begin + t + kTokens) : left;
+    const uint16_t* left = s->tokens.keys[t / kTokens];
+    const uint16_t* right = t + kTokens < tokens ? s->tokens.keys[t / kTokens + 1] : left;
+    if (t + 2 * kTokens < tokens) prefetch_piece(s->tokens.keys[t / kTokens + 2], a.head_dim);
+    if (t + 3 * kTokens < tokens) prefetch_piece(s->tokens.keys[t / kTokens + 3], a.head_dim);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -164,10 +198,10 @@ void chunk_scores(const AttentionArgs& a, const AttentionItem& item, int64_t beg
       _tile_dpbf16ps(1, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
-    _tile_stored(0, s->scores[0] + t, stride);
-    _tile_stored(1, s->scores[0] + t + 16, stride);
-    _tile_stored(2, s->scores[16] + t, stride);
-    _tile_stored(3, s->scores[16] + t + 16, stride);
+    _tile_stored(0, s->scores + t, stride);
+    _tile_stored(1, s->scores + t + 16, stride);
+    _tile_stored(2, s->scores + 16 * kScoreStride + t, stride);
+    _tile_stored(3, s->scores + 16 * kScoreStride + t + 16, stride);
   }
 }
 
@@ -201,24 +235,21 @@ void chunk_values(const AttentionArgs& a, int64_t tokens, TileScratch* s) {
 void chunk_split(const AttentionArgs& a, const AttentionItem& item, int64_t split, int64_t first, TileScratch* s) {
   const int64_t begin = split * kSplit;
   const int64_t count = clamp(item.query_end - item.query_begin - first, 0, 32);
-  const int64_t query = item.query_begin + first;
-  const int64_t tokens = clamp(query_at(a, item, query + count - 1).visible - begin, 0, kSplit);
+  const int64_t tokens = clamp(s->visible[first + count - 1] - begin, 0, kSplit);
   if (tokens == 0) return;
   const int64_t padded = round_up(tokens, 32);
-  chunk_scores(a, item, begin, tokens, s->q + first * a.head_dim, s);
+  chunk_scores(a, tokens, s->q + first * a.head_dim, s);
   SplitSums sums[32];
   for (int64_t i = 0; i < 32; ++i) {
     uint16_t* out = s->probabilities + i / kBlock * kBlock * kSplit + i % kBlock * 32;
-    const auto offset_of = [](int64_t v) { return v / 2 * 512 + v % 2 * 16; };
-    const int64_t valid = i < count ? clamp(query_at(a, item, query + i).visible - begin, 0, kSplit) : 0;
-    if (valid > 0) sums[i] = softmax_row(s->scores[i], valid, padded, a.scale * kLog2E, out, offset_of);
-    else for (int64_t v = 0; v < padded / 16; ++v) store_bf16(out + offset_of(v), zeros());
+    if (i < count) sums[i] = probabilities_of<512, 16>(a, first + i, i, begin, padded, out, s);
+    else no_probabilities<512, 16>(padded, out);
   }
   chunk_values(a, tokens, s);
   for (int64_t i = 0; i < count; ++i) {
-    if (begin >= query_at(a, item, query + i).visible) continue;
-    take_split(a, item, query + i, split, s->split_sums + i * a.head_dim, sums[i], s->sums + (first + i) * a.head_dim,
-               &s->so_far[first + i]);
+    if (begin >= s->visible[first + i]) continue;
+    take_split(a, item, item.query_begin + first + i, split, s->split_sums + i * a.head_dim, sums[i],
+               s->sums + (first + i) * a.head_dim, &s->so_far[first + i]);
   }
 }
 
@@ -228,17 +259,18 @@ void chunk_attend(const AttentionArgs& a, const AttentionItem& item, TileScratch
   if (count % 32 != 0 && count % 32 <= 16)  // the lower tile of the last pair
     __builtin_memset(s->q + round_up(count, 16) * a.head_dim, 0, static_cast<size_t>(16 * a.head_dim) * 2);
   configure(16, 16);
-  const int64_t last = query_at(a, item, item.query_end - 1).visible;
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
-    join_values(a, item, split * kSplit, clamp(last - split * kSplit, 0, kSplit), s);
+    const int64_t tokens = clamp(s->visible[count - 1] - split * kSplit, 0, kSplit);
+    find_tokens(a, item, split * kSplit, tokens, &s->tokens);
+    join_values(a, tokens, s);
     for (int64_t first = 0; first < count; first += 32) chunk_split(a, item, split, first, s);
   }
 }
 
-void tile_attend(const AttentionArgs& a, const AttentionItem& item, std::byte* scratch) {
+void tile_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
   auto* s = reinterpret_cast<TileScratch*>(scratch);
   const int64_t count = item.query_end - item.query_begin;
-  if (count <= kBlock && !a.deterministic) decode_attend(a, item, s);
+  if (count <= kBlock && !a.deterministic) decode_attend(a, item, next, s);
   else chunk_attend(a, item, s);
   _tile_release();
   if (item.partial) return;

@@ -70,49 +70,100 @@ void multiply_1x2(const uint8_t* top, const uint8_t* left, const uint8_t* right,
 }
 #undef PELLUCID_MULTIPLY
 
-// Sums of one row tile as floats, scales applied.
+// Two row tiles of one pair of blocks, multiplied but not yet stored.
+struct Unstored {
+  int64_t row = 0, rows = 0, pair = 0;
+};
+
 template <bool kInt8>
-void finish_tile(const MatmulArgs& a, const Sums& sums, int first, int64_t row, int64_t rows, int64_t pair,
-                 Product* product) {
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int half = 0; half < 2; ++half) {
-      const int32_t* from = sums.v[first + half][r];
-      Floats v;
-      if constexpr (kInt8) {
-        const Ints exact = load_ints(from) - splat_int(128 * a.panel.sum[row + r]);
-        const Floats columns = load(a.weight.column_scale + pair * kPair + half * kBlock);
-        v = to_floats(exact) * splat(a.panel.scale[row + r]) * columns;
-      } else {
-        v = as_floats(load_ints(from));
-      }
-      store(product->v[r] + half * kBlock, v);
+inline void finish_columns(const MatmulArgs& a, const Sums& sums, int64_t r, const Unstored& at, Floats* left,
+                           Floats* right) {
+  const int first = r < kBlock ? 0 : 2;
+  const Ints raw_left = load_ints(sums.v[first][r % kBlock]), raw_right = load_ints(sums.v[first + 1][r % kBlock]);
+  if constexpr (kInt8) {
+    const Ints shift = splat_int(128 * a.panel.sum[at.row + r]);
+    const Floats scale = splat(a.panel.scale[at.row + r]);
+    const float* columns = a.weight.column_scale + at.pair * kPair;
+    *left = to_floats(raw_left - shift) * scale * load(columns);
+    *right = to_floats(raw_right - shift) * scale * load(columns + kBlock);
+  } else {
+    *left = as_floats(raw_left);
+    *right = as_floats(raw_right);
+  }
+}
+
+// The common case, in registers: all 32 columns exist and there is no bias.
+template <bool kInt8, Store kStore>
+void store_whole(const MatmulArgs& a, const Sums& sums, const Unstored& at) {
+  for (int64_t r = 0; r < at.rows; ++r) {
+    Floats left, right;
+    finish_columns<kInt8>(a, sums, r, at, &left, &right);
+    if constexpr (kStore == Store::silu_mul) {
+      store(static_cast<float*>(a.y) + (at.row + r) * a.ld + at.pair * kBlock, silu(left) * right);
+    } else if constexpr (kStore == Store::bf16) {
+      uint16_t* y = static_cast<uint16_t*>(a.y) + (at.row + r) * a.ld + at.pair * kPair;
+      store_bf16(y, left);
+      store_bf16(y + kBlock, right);
+    } else {
+      float* y = static_cast<float*>(a.y) + (at.row + r) * a.ld + at.pair * kPair;
+      store(y, kStore == Store::add ? load(y) + left : left);
+      store(y + kBlock, kStore == Store::add ? load(y + kBlock) + right : right);
     }
   }
 }
 
 template <bool kInt8>
-void tile_rows(const MatmulArgs& a, int64_t row_begin, int64_t row_end, int64_t pair, const uint8_t* left,
-               const uint8_t* right) {
-  const int64_t steps = a.panel.k_padded / (kInt8 ? 64 : 32);
-  Sums sums;
-  Product product;
-  const auto tiles_of = [&](int64_t row) { return a.panel.data + row * steps * kStepBytes; };
-  for (int64_t row = row_begin; row < row_end; row += 2 * kBlock) {
-    const int64_t rows = row_end - row;
-    const int64_t top = rows < kBlock ? rows : kBlock;
-    const int64_t bottom = rows - top < kBlock ? rows - top : kBlock;
-    if (bottom > 0) {
-      multiply_2x2<kInt8>(tiles_of(row), tiles_of(row + kBlock), left, right, steps, &sums);
-    } else {
-      multiply_1x2<kInt8>(tiles_of(row), left, right, steps, &sums);
+void store_sums(const MatmulArgs& a, const Sums& sums, const Unstored& at) {
+  if (at.rows == 0) return;
+  if (!a.bias && (at.pair + 1) * kPair <= a.weight.n) {
+    switch (a.store) {
+      case Store::f32: return store_whole<kInt8, Store::f32>(a, sums, at);
+      case Store::bf16: return store_whole<kInt8, Store::bf16>(a, sums, at);
+      case Store::add: return store_whole<kInt8, Store::add>(a, sums, at);
+      case Store::silu_mul: return store_whole<kInt8, Store::silu_mul>(a, sums, at);
     }
-    finish_tile<kInt8>(a, sums, 0, row, top, pair, &product);
-    store_product(a, product, row, top, pair);
-    if (bottom == 0) continue;
-    finish_tile<kInt8>(a, sums, 2, row + kBlock, bottom, pair, &product);
-    store_product(a, product, row + kBlock, bottom, pair);
+  }
+  Product product;
+  for (int64_t r = 0; r < at.rows; ++r) {
+    Floats left, right;
+    finish_columns<kInt8>(a, sums, r, at, &left, &right);
+    store(product.v[0], left);
+    store(product.v[0] + kBlock, right);
+    store_product(a, product, at.row + r, 1, at.pair);
   }
 }
+
+// Storing lags one pair of tiles behind multiplying, so that the vector units store while the tiles multiply.
+template <bool kInt8>
+class TileRows {
+ public:
+  explicit TileRows(const MatmulArgs& a) : a_(a), steps_(a.panel.k_padded / (kInt8 ? 64 : 32)) {}
+
+  void multiply(Range rows, int64_t pair, const uint8_t* left, const uint8_t* right) {
+    for (int64_t row = rows.begin; row < rows.end; row += 2 * kBlock) {
+      const int64_t count = rows.end - row < 2 * kBlock ? rows.end - row : 2 * kBlock;
+      const uint8_t* top = a_.panel.data + row * steps_ * kStepBytes;
+      if (count > kBlock)
+        multiply_2x2<kInt8>(top, top + kBlock * steps_ * kStepBytes, left, right, steps_, &sums_[turn_]);
+      else
+        multiply_1x2<kInt8>(top, left, right, steps_, &sums_[turn_]);
+      turn_ = 1 - turn_;
+      store_sums<kInt8>(a_, sums_[turn_], unstored_);
+      unstored_ = {row, count, pair};
+    }
+  }
+  void flush() {
+    store_sums<kInt8>(a_, sums_[1 - turn_], unstored_);
+    unstored_ = {};
+  }
+
+ private:
+  const MatmulArgs& a_;
+  int64_t steps_;
+  Sums sums_[2];
+  int turn_ = 0;
+  Unstored unstored_;
+};
 
 // --- requantising to one scale per column ------------------------------------------------------------------------------
 
@@ -185,18 +236,18 @@ void requantize_block(const Weight& w, int64_t block, uint8_t* out) {
 }
 
 template <bool kInt8>
-void tile_matmul(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end, std::byte* scratch) {
+void tile_matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
   const bool stored_as_tiles = a.weight.format == Format::bf16 || a.weight.format == Format::int8;
-  const int64_t row_bytes = a.panel.k_padded * (kInt8 ? 1 : 2);
-  const int64_t whole = kPanelBytes / row_bytes / 32 * 32;
+  const int64_t whole = kPanelBytes / (a.panel.k_padded * (kInt8 ? 1 : 2)) / 32 * 32;
   const int64_t panel_rows = whole < 32 ? 32 : whole;
-  for (int64_t row = 0; row < a.panel.rows; row += panel_rows) {
-    const int64_t row_end = row + panel_rows < a.panel.rows ? row + panel_rows : a.panel.rows;
-    const int64_t rows = row_end - row;
+  TileRows<kInt8> tiles(a);
+  for (int64_t row = rows.begin; row < rows.end; row += panel_rows) {
+    const Range panel = {row, row + panel_rows < rows.end ? row + panel_rows : rows.end};
+    const int64_t count = panel.end - panel.begin;
     // Only the last tiles can be short; a panel with whole tiles before them multiplies some unused rows there.
-    configure(rows < kBlock ? static_cast<int>(rows) : 16,
-              rows <= kBlock ? 16 : rows < 2 * kBlock ? static_cast<int>(rows - kBlock) : 16);
-    for (int64_t pair = pair_begin; pair < pair_end; ++pair) {
+    configure(count < kBlock ? static_cast<int>(count) : 16,
+              count > kBlock && count < 2 * kBlock ? static_cast<int>(count - kBlock) : 16);
+    for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
       const uint8_t* left = a.weight.block(2 * pair);
       const uint8_t* right = a.weight.block(2 * pair + 1);
       if (!stored_as_tiles) {
@@ -206,8 +257,9 @@ void tile_matmul(const MatmulArgs& a, int64_t pair_begin, int64_t pair_end, std:
         left = bytes;
         right = bytes + a.weight.k_padded * kBlock;
       }
-      tile_rows<kInt8>(a, row, row_end, pair, left, right);
+      tiles.multiply(panel, pair, left, right);
     }
+    tiles.flush();
   }
   _tile_release();
 }

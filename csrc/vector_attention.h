@@ -12,6 +12,7 @@ struct VectorScratch {
   float q[kQueries][512];
   float scores[kQueries][kSplit];
   uint16_t probabilities[kQueries][kSplit];
+  SplitTokens tokens;
   float split_sums[kQueries][512];
   float sums[kQueries][512];
 };
@@ -62,22 +63,20 @@ void attend_queries(const AttentionArgs& a, const AttentionItem& item, int64_t q
     const int64_t begin = split * kSplit;
     const int64_t most = clamp(q[kCount - 1].visible - begin, 0, kSplit);
     const int64_t padded = round_up(most, kTokens);
-    for (int64_t t = 0; t < padded; t += kTokens)
-      score_tokens<kCount>(tokens_at(a, item, a.key_cache, begin + t), a.head_dim, *s, t, s);
+    find_tokens(a, item, begin, padded, &s->tokens);
+    for (int64_t t = 0; t < padded; t += kTokens) score_tokens<kCount>(s->tokens.keys[t / kTokens], a.head_dim, *s, t, s);
     SplitSums sums[kCount];
     for (int r = 0; r < kCount; ++r) {
       const int64_t valid = clamp(q[r].visible - begin, 0, kSplit);
       sums[r] = {kMasked, 0.0f};
       if (valid > 0) {
-        sums[r] = softmax_row(s->scores[r], valid, padded, a.scale * kLog2E, s->probabilities[r],
-                              [](int64_t i) { return i * 16; });
+        sums[r] = softmax_row<32, 16>(s->scores[r], valid, padded, a.scale * kLog2E, s->probabilities[r]);
       } else {
-        __builtin_memset(s->probabilities[r], 0, static_cast<size_t>(padded) * 2);
+        no_probabilities<32, 16>(padded, s->probabilities[r]);
       }
       __builtin_memset(s->split_sums[r], 0, static_cast<size_t>(a.head_dim) * 4);
     }
-    for (int64_t t = 0; t < padded; t += kTokens)
-      weigh_values<kCount>(tokens_at(a, item, a.value_cache, begin + t), a.head_dim, t, s);
+    for (int64_t t = 0; t < padded; t += kTokens) weigh_values<kCount>(s->tokens.values[t / kTokens], a.head_dim, t, s);
     for (int r = 0; r < kCount; ++r)
       if (begin < q[r].visible)
         take_split(a, item, query + r, split, s->split_sums[r], sums[r], s->sums[r], &so_far[r]);

@@ -56,10 +56,7 @@ void Decoder::reserve(int64_t rows, int64_t sampled) {
   attended_.reserve(floats(rows * heads));
   gated_.reserve(floats(rows * shape_.intermediate));
   sampled_hidden_.reserve(floats(sampled * shape_.hidden));
-  // The panel of the widest product, so that it never moves while the team works.
-  const int64_t widest = round_up(std::max({shape_.hidden, heads, shape_.intermediate}), 64);
-  panels_.panel(Preparation::bf16, rows, widest);
-  panels_.panel(Preparation::group8, rows, widest);
+  panels_.reserve(std::max(rows, sampled), std::max({shape_.hidden, heads, shape_.intermediate}));
 }
 
 void Decoder::embed(Team& team, const RowPlan& plan, const StepBatch& batch) {
@@ -128,7 +125,7 @@ void Decoder::logits(Team& team, const StepBatch& batch) {
 void Decoder::linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows) {
   const Weight& weight = map.weight;
   const Preparation preparation = preparation_for(kernels_, weight.format, rows, shape_.deterministic);
-  const Panel panel = panels_.panel(preparation, rows, weight.k_padded);
+  const Panel panel = panels_.panel(preparation, rows, weight.k_padded, plan.own_rows() ? plan.rows_of(team).begin : 0);
   prepare_phase(team, kernels_, plan, {map.x, Dtype::f32, weight.k, weight.k, map.norm, shape_.epsilon, panel});
   plan.barrier(team);
   note(team, kPrepare);

@@ -55,6 +55,7 @@ class Cpu {
   void linear(const PackedWeight& packed, uintptr_t x, bool x_bf16, int64_t rows, uintptr_t y, bool y_bf16,
               uintptr_t bias, bool gated) {
     const Weight weight = packed.view();
+    panels_.reserve(rows, weight.k);
     const Panel panel = panels_.panel(preparation_for(kernels_, weight.format, rows, deterministic_), rows,
                                       weight.k_padded);
     const PrepareArgs prepare{at<void>(x), dtype_of(x_bf16), weight.k, weight.k, nullptr, 0.0f, panel};

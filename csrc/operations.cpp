@@ -24,12 +24,24 @@ Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows,
   return tiles ? Preparation::row8 : Preparation::group8;
 }
 
-Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded) {
-  const auto scales = static_cast<size_t>(panel_scales(preparation, rows, k_padded));
-  data_.reserve(static_cast<size_t>(panel_bytes(preparation, rows, k_padded)));
-  scale_.reserve(scales * sizeof(float));
-  sum_.reserve(scales * sizeof(int32_t));
-  return {preparation, rows, k_padded, data_.as<uint8_t>(), scale_.as<float>(), sum_.as<int32_t>()};
+void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
+  widest_k_ = round_up(widest_k, 64);
+  data_.reserve(static_cast<size_t>(panel_bytes(Preparation::bf16, rows, widest_k_)));
+  const int64_t scales = std::max(panel_scales(Preparation::row8, rows, widest_k_),
+                                  panel_scales(Preparation::group8, rows, widest_k_));
+  scale_.reserve(static_cast<size_t>(scales) * sizeof(float));
+  sum_.reserve(static_cast<size_t>(scales) * sizeof(int32_t));
+}
+
+Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
+  const int64_t unused_k = first_row * (widest_k_ - k_padded);
+  const int64_t unused_groups = preparation == Preparation::group8 ? unused_k / kGroup : 0;
+  return {preparation,
+          rows,
+          k_padded,
+          data_.as<uint8_t>() + unused_k * (preparation == Preparation::bf16 ? 2 : 1),
+          scale_.as<float>() + unused_groups,
+          sum_.as<int32_t>() + unused_groups};
 }
 
 void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args) {

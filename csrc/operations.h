@@ -49,12 +49,18 @@ constexpr int64_t kTileRows = 9;
 
 Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic);
 
-// Room for one prepared panel; phases that do not overlap share it.
+// Room for one prepared panel; products one after another share it.
 class PanelRoom {
  public:
-  Panel panel(Preparation preparation, int64_t rows, int64_t k_padded);
+  // Before the team works: room for panels of up to so many rows and inputs.
+  void reserve(int64_t rows, int64_t widest_k);
+
+  // A panel in that room. A thread that owns the rows from `first_row` on runs ahead of the others: its rows then lie where
+  // no panel of another width has another thread's rows.
+  Panel panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row = 0) const;
 
  private:
+  int64_t widest_k_ = 0;
   Buffer data_, scale_, sum_;
 };
 

@@ -43,9 +43,7 @@ struct Weight {
   int64_t n, k;                // as the model sees it
   int64_t n_padded, k_padded;  // as packed
   const uint8_t* data;
-  // One float per column. int8: its scale. Grouped formats: the scale to which tiles requantise the column (its largest
-  // magnitude over 127). bf16: null.
-  const float* column_scale;
+  const float* column_scale;   // int8: one per column, else null
 
   const uint8_t* block(int64_t index) const { return data + index * block_bytes(format, k_padded); }
 };
@@ -157,7 +155,7 @@ struct AttentionItem {
 
 struct Kernels {
   const char* name;
-  bool has_tiles;  // row8 panels may meet grouped weights
+  bool has_tiles;  // bf16 panels may meet grouped weights
   void (*prepare)(const PrepareArgs&, Range rows, std::byte* scratch);
   void (*matmul)(const MatmulArgs&, Range rows, Range pairs, std::byte* scratch);  // rows from a multiple of 16 on
   void (*rope)(const RopeArgs&, Range rows);

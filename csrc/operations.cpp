@@ -21,7 +21,7 @@ Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows,
   if (format == Format::bf16) return Preparation::bf16;
   if (format == Format::int8) return Preparation::row8;
   const bool tiles = kernels.has_tiles && (rows >= kTileRows || deterministic);
-  return tiles ? Preparation::row8 : Preparation::group8;
+  return tiles ? Preparation::bf16 : Preparation::group8;
 }
 
 void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
@@ -34,14 +34,15 @@ void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
 }
 
 Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
-  const int64_t unused_k = first_row * (widest_k_ - k_padded);
-  const int64_t unused_groups = preparation == Preparation::group8 ? unused_k / kGroup : 0;
+  const int64_t row_bytes = preparation == Preparation::bf16 ? 2 * k_padded : k_padded;
+  const int64_t row_scales = preparation == Preparation::group8 ? k_padded / kGroup : 1;
+  const int64_t skipped = first_row * (widest_k_ / kGroup - row_scales);
   return {preparation,
           rows,
           k_padded,
-          data_.as<uint8_t>() + unused_k * (preparation == Preparation::bf16 ? 2 : 1),
-          scale_.as<float>() + unused_groups,
-          sum_.as<int32_t>() + unused_groups};
+          data_.as<uint8_t>() + first_row * (2 * widest_k_ - row_bytes),
+          scale_.as<float>() + skipped,
+          sum_.as<int32_t>() + skipped};
 }
 
 void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args) {

@@ -58,15 +58,6 @@ void regroup_q4_k(const uint8_t* bytes, bool high, uint8_t* sixteen_bytes) {
   }
 }
 
-float largest_nibble_magnitude(const uint8_t* sixteen_bytes, float scale, float minimum) {
-  float top = 0;
-  for (int i = 0; i < 16; ++i) {
-    top = std::fmax(top, std::fabs(static_cast<float>(sixteen_bytes[i] & 15) * scale + minimum));
-    top = std::fmax(top, std::fabs(static_cast<float>(sixteen_bytes[i] >> 4) * scale + minimum));
-  }
-  return top;
-}
-
 }  // namespace
 
 Format format_of(GgufType type) {
@@ -89,7 +80,7 @@ int64_t gguf_row_bytes(GgufType type, int64_t k) {
 PackedWeight::PackedWeight(Format format, int64_t n, int64_t k) {
   const int64_t n_padded = round_up(n, 2 * kBlock), k_padded = round_up(k, 64);
   data_.reserve(static_cast<size_t>(n_padded / kBlock * block_bytes(format, k_padded)));
-  if (format != Format::bf16) column_scale_.reserve(static_cast<size_t>(n_padded) * 4);
+  if (format == Format::int8) column_scale_.reserve(static_cast<size_t>(n_padded) * 4);
   if (format == Format::int8) std::memset(data_.as<void>(), 128, data_.bytes());  // bytes are value + 128
   view_ = {format, n, k, n_padded, k_padded, data_.as<uint8_t>(), column_scale_.as<float>()};
 }
@@ -97,11 +88,6 @@ PackedWeight::PackedWeight(Format format, int64_t n, int64_t k) {
 uint8_t* PackedWeight::group_at(int64_t row, int64_t group, Placement to) const {
   const int64_t block = to.first_block + row / kBlock * to.stride;
   return data_.as<uint8_t>() + block * block_bytes(view_.format, view_.k_padded) + group * group_bytes(view_.format);
-}
-
-void PackedWeight::note_magnitude(int64_t row, Placement to, float magnitude) {
-  float* scale = column_scale_.as<float>() + (to.first_block + row / kBlock * to.stride) * kBlock + row % kBlock;
-  *scale = std::fmax(*scale, magnitude / 127.0f);
 }
 
 void PackedWeight::put_nibbles(uint8_t* group, int64_t column, const uint8_t* sixteen_bytes, float scale, float minimum) {
@@ -127,9 +113,6 @@ void PackedWeight::pack_gguf(GgufType type, const uint8_t* rows, int64_t num_row
         const uint8_t* p = rows + g * 34;
         const auto* values = reinterpret_cast<const int8_t*>(p + 2);
         put_bytes(group, row % kBlock, values, from_f16(p));
-        int top = 0;
-        for (int i = 0; i < kGroup; ++i) top = std::max(top, std::abs(static_cast<int>(values[i])));
-        note_magnitude(row, to, std::fabs(from_f16(p)) * static_cast<float>(top));
         continue;
       }
       float scale, minimum;
@@ -148,7 +131,6 @@ void PackedWeight::pack_gguf(GgufType type, const uint8_t* rows, int64_t num_row
         std::memcpy(nibbles, p + (stored_minimum ? 4 : 2), 16);
       }
       put_nibbles(group, row % kBlock, nibbles, scale, minimum);
-      note_magnitude(row, to, largest_nibble_magnitude(nibbles, scale, minimum));
     }
   }
 }
@@ -168,14 +150,11 @@ void PackedWeight::pack_float_row(const float* row, int64_t index, Placement to)
     if (view_.format == Format::q8) {
       const float scale = rounded_to_f16(std::fmax(-low, high) / 127.0f);
       int8_t values[kGroup];
-      int top = 0;
       for (int i = 0; i < kGroup; ++i) {
         const float q = scale > 0 ? std::nearbyint(x[i] / scale) : 0.0f;
         values[i] = static_cast<int8_t>(std::fmin(std::fmax(q, -127.0f), 127.0f));
-        top = std::max(top, std::abs(static_cast<int>(values[i])));
       }
       put_bytes(group, column, values, scale);
-      note_magnitude(index, to, scale * static_cast<float>(top));
       continue;
     }
     const bool centred = view_.format == Format::q4;
@@ -188,7 +167,6 @@ void PackedWeight::pack_float_row(const float* row, int64_t index, Placement to)
       nibbles[i % 16] = static_cast<uint8_t>(nibbles[i % 16] | nibble << (i < 16 ? 0 : 4));
     }
     put_nibbles(group, column, nibbles, scale, minimum);
-    note_magnitude(index, to, largest_nibble_magnitude(nibbles, scale, minimum));
   }
 }
 
@@ -215,7 +193,7 @@ void PackedWeight::pack_floats(const void* rows, Dtype dtype, int64_t num_rows, 
       for (int64_t k = 0; k < view_.k; ++k)
         block[((k / 4) * kBlock + column) * 4 + k % 4] =
             static_cast<uint8_t>(static_cast<int>(std::nearbyint(x[static_cast<size_t>(k)] * inverse)) + 128);
-      note_magnitude(row, to, top);
+      column_scale_.as<float>()[(to.first_block + row / kBlock * to.stride) * kBlock + column] = top / 127.0f;
     } else {
       pack_float_row(x.data(), row, to);
     }

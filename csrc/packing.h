@@ -32,7 +32,6 @@ class PackedWeight {
   void put_nibbles(uint8_t* group, int64_t column, const uint8_t* sixteen_bytes, float scale, float minimum);
   void put_bytes(uint8_t* group, int64_t column, const int8_t* values, float scale);
   void pack_float_row(const float* row, int64_t index, Placement to);
-  void note_magnitude(int64_t row, Placement to, float magnitude);
 
   Buffer data_;
   Buffer column_scale_;

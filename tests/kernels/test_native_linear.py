@@ -23,8 +23,8 @@ from pellucid.kernels.cpu import CpuKernels, GgufRows, PackedWeight  # noqa: E40
 LEVELS = ("portable", "avx2", "avx512", "amx")
 BEST = cpu.native().best_isa()
 AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
-# Share of |x| |w|: bf16 rounds x (2^-9); the others quantise x to 8 bits per 32 inputs or per row (tiles), and tiles
-# requantise a grouped column to 8 bits.
+# Share of |x| |w|: bf16 rounds x (2^-9); the others quantise x to 8 bits per 32 inputs or (int8) per
+# row.
 SHARES = {"bf16": 0.004, "int8": 0.02, "q8": 0.02, "q4": 0.02}
 
 

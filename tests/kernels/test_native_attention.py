@@ -1,7 +1,7 @@
 """Paged attention, rotation and the cache write against a naive float64 oracle that loops over tokens.
 
-Tolerance of attention: probabilities and values are bfloat16 (2^-9 each) and the exponential is good to 1e-4, so a result
-is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16.
+Tolerance of attention: probabilities and values are bfloat16 (2^-9 each) and the exponential is good to 1e-4, so a
+result is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16.
 """
 
 from __future__ import annotations
@@ -168,5 +168,7 @@ def test_caches_without_a_native_layout_are_refused() -> None:
         cache = tuple(torch.zeros(2, 1, block_size, head_dim, dtype=torch.bfloat16) for _ in range(2))
         with pytest.raises(ConfigError, match="no native layout"):
             kernels.attention(
-                torch.zeros(1, 1, head_dim, dtype=torch.bfloat16), cache, AttentionBatch(np.ones((1, 3)), np.ones((1, 1)))
+                torch.zeros(1, 1, head_dim, dtype=torch.bfloat16),
+                cache,
+                AttentionBatch(np.ones((1, 3)), np.ones((1, 1))),
             )

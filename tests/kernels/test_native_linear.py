@@ -1,7 +1,7 @@
 """Packed products against float64 products of the same stored values, on every instruction level of this machine.
 
-The tolerance of a product is stated per format as a share of the norms of its operands: |error| <= share * |x| * |w|, the
-natural scale of a rounding error that is spread over the inputs.
+The tolerance of a product is stated per format as a share of the norms of its operands: |error| <= share * |x| * |w|,
+the natural scale of a rounding error that is spread over the inputs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_unfit_arguments_are_refused_in_one_line() -> None:
         )
     with pytest.raises(ModelError, match="Q6_K"):
         PackedWeight.from_gguf_bytes([GgufRows("Q6_K", np.zeros((16, 210), np.uint8))])
-    with pytest.raises(ConfigError, match="cannot run|unknown"):
+    with pytest.raises(ConfigError, match=r"cannot run|unknown"):
         CpuKernels(isa="avx1024", threads=1)
     with pytest.raises(ConfigError, match="cores"):
         CpuKernels(threads=10_000)

@@ -1,12 +1,12 @@
-"""The native CPU kernels behind a face that checks shapes: packed weights, and the operations of `reference.py` on them.
+"""The native CPU kernels behind a face that checks shapes: packed weights, and the reference's operations on them.
 
 The work is done by `pellucid.kernels._native` (csrc/), compiled for four instruction levels of which the best that the
-processor and the operating system allow is chosen when a `CpuKernels` is made. Tensors cross as addresses, so everything
+processor and the operating system allow is chosen when a `CpuKernels` is made. Tensors cross as addresses, so all
 that the native side assumes (dtype, contiguity, sizes) is checked here, once.
 
-Invariants: weights are packed once and never inflated afterwards; the cache of a layer is two tensors of the reference's
-shape `[blocks, G, block_size, D]`, whose blocks are arranged inside as the tiles want them (csrc/kernels.h), so copying
-whole blocks stays valid and reading single tokens through PyTorch does not.
+Invariants: weights are packed once and never inflated afterwards; the cache of a layer is two tensors of the
+reference's shape `[blocks, G, block_size, D]`, whose blocks are arranged inside as the tiles want them
+(csrc/kernels.h), so copying whole blocks stays valid and reading single tokens through PyTorch does not.
 
 Sizes in shapes: T rows of a step, S sequences, H query heads, G key/value heads, D head dimension, K and N a weight's
 inputs and outputs.
@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -46,18 +47,17 @@ _GGUF_ROW_UNITS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K":
 def native() -> ModuleType | None:
     """The compiled module, or None where Pellucid was installed without it."""
     try:
-        from pellucid.kernels import _native
+        return import_module("pellucid.kernels._native")
     except ImportError:
         return None
-    return _native  # type: ignore[no-any-return]
 
 
 def _require_native() -> Any:
     module = native()
     if module is None:
         raise ConfigError(
-            "the native kernels are not installed: reinstall Pellucid where a C++20 compiler and the Python headers are, "
-            "or choose isa reference"
+            "the native kernels are not installed: reinstall Pellucid where a C++20 compiler and the Python headers "
+            "are, or choose isa reference"
         )
     return module
 
@@ -75,8 +75,10 @@ class GgufRows(NamedTuple):
             raise ModelError(f"{self.storage} rows cannot be packed as they are; packed are {', '.join(GGUF_TYPES)}")
         values, size = _GGUF_ROW_UNITS[self.storage]
         if self.rows.ndim != 2 or self.rows.shape[1] % size:
-            raise ModelError(f"rows of shape {self.rows.shape} do not divide into {self.storage} blocks of {size} bytes")
-        return self.rows.shape[1] // size * values
+            raise ModelError(
+                f"rows of shape {self.rows.shape} do not divide into {self.storage} blocks of {size} bytes"
+            )
+        return int(self.rows.shape[1]) // size * values
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,9 @@ def _empty(stored: str, sizes: Sequence[int], inputs: int, widths: Sequence[int]
     """A zero weight that the parts fit in. Raises ModelError where they do not fit together."""
     module = _require_native()
     if any(width != inputs for width in widths) or not 1 <= inputs <= MAX_INPUTS:
-        raise ModelError(f"parts of {list(widths)} inputs do not make one weight; they must agree, at most {MAX_INPUTS}")
+        raise ModelError(
+            f"parts of {list(widths)} inputs do not make one weight; they must agree, at most {MAX_INPUTS}"
+        )
     if any(size % BLOCK_COLUMNS for size in sizes[:-1]) or (gated and sizes[-1] % BLOCK_COLUMNS):
         raise ModelError(f"parts of {list(sizes)} outputs cannot be fused; all but the last must be multiples of 16")
     if gated and (len(sizes) != 2 or sizes[0] != sizes[1]):
@@ -168,7 +172,8 @@ def _float_bias(bias: Tensor | None, outputs: int) -> Tensor | None:
 class AttentionBatch:
     """What attention needs to know of a step, for all its layers.
 
-    `rows` `[S, 3]` int64: first row, number of rows, and attended tokens (the last row's own included) of each sequence.
+    `rows` `[S, 3]` int64: of each sequence the first row, the number of rows, and the tokens that the last row attends,
+    its own included.
     `block_tables` `[S, most blocks]` int32.
     """
 
@@ -187,7 +192,7 @@ class AttentionBatch:
 
 
 class RotaryHeads(NamedTuple):
-    """Shape of the query, key and value heads in a product, and what turns them. Tables `[positions, D / 2]` float32."""
+    """The query, key and value heads in a product, and what turns them. Tables `[positions, D / 2]` float32."""
 
     num_heads: int
     num_kv_heads: int
@@ -203,8 +208,8 @@ class CpuKernels:
     """The operations, on one team of pinned threads. Not for use from two threads at once (calls wait for each other).
 
     `isa` forces an instruction level; "auto" takes the best. With `deterministic` every row's result is independent of
-    the batch: grouped weights then take one path whatever the number of rows. `spin_seconds` is how long the threads stay
-    awake after a call. Raises ConfigError for a level this machine cannot run, or more threads than cores.
+    the batch: grouped weights then take one path whatever the number of rows. `spin_seconds` is how long the threads
+    stay awake after a call. Raises ConfigError for a level this machine cannot run, or more threads than cores.
     """
 
     def __init__(
@@ -299,13 +304,15 @@ class CpuKernels:
         return queries
 
     def attention(self, queries: Tensor, cache: tuple[Tensor, Tensor], batch: AttentionBatch) -> Tensor:
-        """softmax(q k^T / sqrt(D)) v, causal, each row over its own sequence's cache. `[T, H, D]` bfloat16 -> `[T, H D]`
-        float32. The step's own keys and values must have been written before."""
+        """softmax(q k^T / sqrt(D)) v, causal, each row over its own sequence's cache. queries: `[T, H, D]` bfloat16 ->
+        `[T, H D]` float32. The step's own keys and values must have been written before."""
         rows, num_heads, head_dim = queries.shape
         num_kv_heads = cache[0].shape[1]
         block_size = _check_cache(cache, num_kv_heads, head_dim)
         if queries.dtype != torch.bfloat16 or num_heads % num_kv_heads:
-            raise ConfigError(f"queries of {num_heads} heads, {queries.dtype}, do not fit {num_kv_heads} bfloat16 KV heads")
+            raise ConfigError(
+                f"queries of {num_heads} heads, {queries.dtype}, do not fit {num_kv_heads} bfloat16 KV heads"
+            )
         queries = queries.contiguous()
         out = torch.empty((rows, num_heads * head_dim), dtype=torch.float32)
         self._cpu.attention(
@@ -361,11 +368,13 @@ def _check_cache(cache: tuple[Tensor, Tensor], num_kv_heads: int, head_dim: int)
     keys, values = cache
     block_size = keys.shape[2]
     if keys.shape != values.shape or keys.shape[1::2] != (num_kv_heads, head_dim) or keys.dtype != torch.bfloat16:
-        raise ConfigError(f"a cache of shape {tuple(keys.shape)}, {keys.dtype} does not fit {num_kv_heads} x {head_dim}")
+        raise ConfigError(
+            f"a cache of shape {tuple(keys.shape)}, {keys.dtype} does not fit {num_kv_heads} x {head_dim}"
+        )
     if not supports(head_dim, block_size) or not (keys.is_contiguous() and values.is_contiguous()):
         raise ConfigError(
-            f"head dimension {head_dim} with blocks of {block_size} has no native layout: the first must be a multiple of "
-            f"32 up to {MAX_HEAD_DIM}, the second of {TOKENS_PER_TILE}"
+            f"head dimension {head_dim} with blocks of {block_size} has no native layout: the first must be a multiple "
+            f"of 32 up to {MAX_HEAD_DIM}, the second of {TOKENS_PER_TILE}"
         )
     return block_size
 

@@ -1,4 +1,4 @@
-"""A whole step of a decoder as one native call: what `models/decoder.py` spells out, without returning to Python inside.
+"""A whole step of a decoder as one native call: what `models/decoder.py` spells out, without Python in between.
 
 A decode step of a small model takes a few milliseconds and some 250 operations; called one by one from Python their
 overhead shows. Here the pointers are prepared once. Numbers differ from the operations called singly only in that the
@@ -35,7 +35,7 @@ class LayerPieces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step: `token_ids` and `positions` `[T]`, `slots` `[T]`, and `sample_rows` `[R]`, whose logits are wanted."""
+    """A step's `token_ids`, `positions` and `slots`, each `[T]`, and `sample_rows` `[R]`, whose logits are wanted."""
 
     token_ids: npt.NDArray[np.int32]
     positions: npt.NDArray[np.int32]
@@ -43,8 +43,9 @@ class StepRows:
     sample_rows: npt.NDArray[np.int32]
 
     def __post_init__(self) -> None:
-        for name, dtype in (("token_ids", np.int32), ("positions", np.int32), ("slots", np.int64), ("sample_rows", np.int32)):
+        for name in ("token_ids", "positions", "slots", "sample_rows"):
             values = getattr(self, name)
+            dtype = np.int64 if name == "slots" else np.int32
             if values.dtype != dtype or not values.flags.c_contiguous:
                 raise ConfigError(f"{name} is {values.dtype}; a step takes contiguous {np.dtype(dtype).name}")
 
@@ -89,7 +90,9 @@ class CpuDecoder:
         for name, shape in expected.items():
             weight: PackedWeight = getattr(layer, name)
             if (weight.num_outputs, weight.num_inputs, weight.gated) != shape:
-                raise ConfigError(f"{name} is {weight.num_outputs} x {weight.num_inputs}, expected {shape[0]} x {shape[1]}")
+                raise ConfigError(
+                    f"{name} is {weight.num_outputs} x {weight.num_inputs}, expected {shape[0]} x {shape[1]}"
+                )
             if weight.bias is not None and name != "qkv":
                 raise ConfigError(f"{name} has a bias; the native step knows biases of query, key and value only")
         self._decoder.add_layer(

@@ -27,8 +27,16 @@ struct alignas(64) Sums {
   if constexpr (kInt8) _tile_dpbsud(sum, x, w); \
   else _tile_dpbf16ps(sum, x, w)
 
-// Two row tiles against two column tiles: each loaded tile is used twice.
-template <bool kInt8>
+inline void prefetch_tiles(const uint8_t* left, const uint8_t* right) {
+  for (int line = 0; line < 1024; line += 64) {
+    prefetch(left + kPrefetchBytes + line);
+    prefetch(right + kPrefetchBytes + line);
+  }
+}
+
+// Two row tiles against two column tiles: each loaded tile is used twice. `kFromMemory`: the columns are read for the first
+// time, so they are asked for ahead.
+template <bool kInt8, bool kFromMemory>
 void multiply_2x2(const uint8_t* top, const uint8_t* bottom, const uint8_t* left, const uint8_t* right, int64_t steps,
                   Sums* out) {
   _tile_zero(0);
@@ -36,6 +44,7 @@ void multiply_2x2(const uint8_t* top, const uint8_t* bottom, const uint8_t* left
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t step = 0; step < steps; ++step) {
+    if constexpr (kFromMemory) prefetch_tiles(left + step * 1024, right + step * 1024);
     _tile_loadd(6, left + step * 1024, 64);
     _tile_loadd(4, top + step * 1024, 64);
     PELLUCID_MULTIPLY(0, 4, 6);
@@ -56,10 +65,7 @@ void multiply_1x2(const uint8_t* top, const uint8_t* left, const uint8_t* right,
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t step = 0; step < steps; ++step) {
-    for (int line = 0; line < 1024; line += 64) {
-      prefetch(left + step * 1024 + kPrefetchBytes + line);
-      prefetch(right + step * 1024 + kPrefetchBytes + line);
-    }
+    prefetch_tiles(left + step * 1024, right + step * 1024);
     _tile_loadd(4, top + step * 1024, 64);
     _tile_loadd(6, left + step * 1024, 64);
     PELLUCID_MULTIPLY(0, 4, 6);
@@ -140,12 +146,16 @@ class TileRows {
  public:
   explicit TileRows(const MatmulArgs& a) : a_(a), steps_(a.panel.k_padded / (kInt8 ? 64 : 32)) {}
 
-  void multiply(Range rows, int64_t pair, const uint8_t* left, const uint8_t* right) {
+  // `from_memory`: the columns lie where they are stored, not in this thread's scratch.
+  void multiply(Range rows, int64_t pair, const uint8_t* left, const uint8_t* right, bool from_memory) {
     for (int64_t row = rows.begin; row < rows.end; row += 2 * kBlock) {
       const int64_t count = rows.end - row < 2 * kBlock ? rows.end - row : 2 * kBlock;
       const uint8_t* top = a_.panel.data + row * steps_ * kStepBytes;
-      if (count > kBlock)
-        multiply_2x2<kInt8>(top, top + kBlock * steps_ * kStepBytes, left, right, steps_, &sums_[turn_]);
+      const uint8_t* bottom = top + kBlock * steps_ * kStepBytes;
+      if (count > kBlock && from_memory && row == rows.begin)
+        multiply_2x2<kInt8, true>(top, bottom, left, right, steps_, &sums_[turn_]);
+      else if (count > kBlock)
+        multiply_2x2<kInt8, false>(top, bottom, left, right, steps_, &sums_[turn_]);
       else
         multiply_1x2<kInt8>(top, left, right, steps_, &sums_[turn_]);
       turn_ = 1 - turn_;
@@ -254,7 +264,7 @@ void tile_matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratc
         unpack_block(a.weight, 2 * pair, bytes);
         unpack_block(a.weight, 2 * pair + 1, bytes + a.weight.k_padded * kBlock * 2);
       }
-      tiles.multiply(panel, pair, left, right);
+      tiles.multiply(panel, pair, left, right, stored_as_tiles);
     }
     tiles.flush();
   }

@@ -18,11 +18,12 @@ if cpu.native() is None:
 
 from pellucid.core.errors import ConfigError  # noqa: E402
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, RotaryHeads  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
 BEST = cpu.native().best_isa()
 AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
-THREADS = min(2, len(cpu.physical_cores()))
+THREADS = min(2, len(physical_cores()))
 
 
 @pytest.fixture(scope="module", params=AVAILABLE)

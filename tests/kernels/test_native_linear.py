@@ -19,6 +19,7 @@ if cpu.native() is None:
 
 from pellucid.core.errors import ConfigError, ModelError  # noqa: E402
 from pellucid.kernels.cpu import CpuKernels, GgufRows, PackedWeight  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
 BEST = cpu.native().best_isa()
@@ -30,7 +31,7 @@ SHARES = {"bf16": 0.004, "int8": 0.02, "q8": 0.02, "q4": 0.02}
 
 @pytest.fixture(scope="module", params=AVAILABLE)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    return CpuKernels(isa=request.param, threads=min(2, len(cpu.physical_cores())))
+    return CpuKernels(isa=request.param, threads=min(2, len(physical_cores())))
 
 
 def stored_values(weight: PackedWeight, kernels: CpuKernels) -> torch.Tensor:

@@ -18,12 +18,13 @@ if cpu.native() is None:
 from pellucid.core.errors import ConfigError  # noqa: E402
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads  # noqa: E402
 from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
 LEVELS = ("portable", "avx2", "avx512", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(cpu.native().best_isa()) + 1]
 SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06}
-THREADS = min(2, len(cpu.physical_cores()))
+THREADS = min(2, len(physical_cores()))
 
 
 class TinyModel:

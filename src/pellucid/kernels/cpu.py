@@ -14,11 +14,9 @@ inputs and outputs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
+from pellucid.kernels.processors import physical_cores
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 WeightFormat = Literal["bf16", "int8", "q8", "q4"]
@@ -343,19 +342,6 @@ class CpuKernels:
     def probe(self, what: str, *, num_bytes: int = 0, seconds: float = 0.2) -> float:
         """The best rate of this machine seen within `seconds`; `runtime/measure.py` names what can be measured."""
         return float(self._cpu.probe(what, num_bytes, seconds))
-
-
-def physical_cores() -> list[int]:
-    """One logical processor of every core that this process may use, in order."""
-    chosen: dict[str, int] = {}
-    for processor in sorted(os.sched_getaffinity(0)):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list")
-        try:
-            core = siblings.read_text(encoding="ascii").strip()
-        except OSError:
-            core = str(processor)
-        chosen.setdefault(core, processor)
-    return list(chosen.values())
 
 
 def supports(head_dim: int, block_size: int) -> bool:

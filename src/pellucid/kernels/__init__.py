@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from pellucid.kernels.cpu import CpuKernels
     from pellucid.kernels.layout import BatchLayout
+    from pellucid.kernels.native import NativeNeeds
 
 
 class StoredTensor(Protocol):
@@ -50,14 +52,18 @@ class Kernels:
     """One callable per operation; `reference.py` documents each with its shapes.
 
     `plan_attention`, `write_kv` and `attention` belong together (the plan is theirs alone), as do `pack`, `pack_table`
-    and the three that take what those return (`linear`, `linear_add_`, `logits`). A batch of some number of
-    rows is padded to `padded_rows` of it, and so are the rows that sample.
+    and the three that take what those return (`linear`, `linear_add_`, `logits`). A batch of some number of rows is
+    padded to `padded_rows` of it, and so are the rows that sample. `pack_gated` is `pack` for a gate and an up matrix,
+    `table` reads a matrix that is looked up and `pack_table` makes it a linear map. Where `team` is not None, a whole
+    step is one call of its native threads (`models/fused.py`), and the single operations raise.
     """
 
     name: str
     padded_rows: Callable[[int, torch.dtype], int]
     pack: Callable[[Sequence[StoredTensor], Sequence[StoredTensor], torch.dtype, torch.device], Any]
-    pack_table: Callable[[Tensor], Any]
+    pack_gated: Callable[[Sequence[StoredTensor], torch.dtype, torch.device], Any]
+    table: Callable[[StoredTensor, torch.dtype, torch.device], Any]
+    pack_table: Callable[[Any], Any]
     embedding: Callable[[Tensor, Tensor], Tensor]
     rms_norm: Callable[[Tensor, Tensor, float, torch.dtype], Tensor]
     linear: Callable[[Tensor, Any], Tensor]
@@ -72,16 +78,31 @@ class Kernels:
     scaled_softmax: Callable[[Tensor, Tensor], Tensor]
     top_candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]]
     pick: Callable[[Tensor, Tensor], Tensor]
+    team: CpuKernels | None = None
 
 
-def select(device: str, *, isa: str = "auto", deterministic: bool = False) -> Kernels:
-    """The kernels for a device. `isa` "reference" asks for plain PyTorch; "auto" for the best there is.
+def select(device: str, *, isa: str = "auto", deterministic: bool = False, needs: NativeNeeds | None = None) -> Kernels:
+    """The kernels for a device. `isa` "reference" asks for plain PyTorch, "auto" for the best there is, and a level
+    (portable, avx2, avx512, amx) for the native kernels at that level. Without `needs` these are not considered.
+
+    Raises ConfigError for a level that this machine cannot run or the model does not fit, and for packed weights where
+    plain PyTorch serves.
 
     With `deterministic`, every row's result is independent of what else is in the batch (`reference.py`, last section).
     """
     from pellucid.kernels import deterministic as fixed_order
     from pellucid.kernels import reference
 
-    if isa not in ("auto", "reference"):
-        raise ConfigError(f"isa {isa!r} is not available on {device}; use auto or reference")
+    if needs is not None and isa != "reference":
+        from pellucid.kernels import native
+
+        if isa not in ("auto", *native.LEVELS):
+            raise ConfigError(f"isa is {isa!r}; use auto, reference, or one of {', '.join(native.LEVELS)}")
+        obstacle = needs.obstacle(device)
+        if obstacle is None:
+            return native.kernels(needs, isa=isa, deterministic=deterministic)
+        if isa != "auto" or needs.weights != "auto":
+            raise ConfigError(f"isa {isa}, weights {needs.weights} need the native kernels: {obstacle}")
+    elif isa not in ("auto", "reference") or (needs is not None and needs.weights != "auto"):
+        raise ConfigError(f"isa {isa} with packed weights is not available on {device}; use auto")
     return fixed_order.kernels() if deterministic else reference.kernels()

@@ -36,6 +36,8 @@ def kernels() -> Kernels:
         name="plain PyTorch",
         padded_rows=padded_rows,
         pack=pack,
+        pack_gated=lambda parts, dtype, device: pack(parts, (), dtype, device),
+        table=lambda stored, dtype, device: stack([stored], dtype, device),
         pack_table=DenseWeight,
         embedding=embedding,
         rms_norm=rms_norm,

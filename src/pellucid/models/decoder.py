@@ -22,6 +22,7 @@ from torch import Tensor
 from pellucid.kernels import Kernels
 from pellucid.kernels.reference import rope_table
 from pellucid.models.config import ModelConfig, load_model_config
+from pellucid.models.fused import FusedStep
 from pellucid.models.layers import (
     AttentionWeights,
     DecoderWeights,
@@ -47,15 +48,19 @@ class DecoderInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """Weights, rotary tables (`[positions, 1, D]` each) and the kernels they were packed for."""
+    """Weights, rotary tables (`[positions, 1, D]` each) and the kernels they were packed for. `fused` computes the
+    whole step where those kernels do."""
 
     config: ModelConfig
     weights: DecoderWeights
     rope: tuple[Tensor, Tensor]
     kernels: Kernels
+    fused: FusedStep | None = None
 
     def forward(self, batch: DecoderInput, cache: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Compute the step, writing keys and values to `cache` (a pair per layer). Returns logits `[R, V]`, float32."""
+        if self.fused is not None:
+            return self.fused(batch, cache)
         ops = self.kernels
         cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
         x = ops.embedding(batch.token_ids, self.weights.embedding)
@@ -121,4 +126,5 @@ def load_decoder(
         weights = load_weights(config, kernels, reader, progress)
     positions = min(num_positions, config.max_context)
     rope = rope_table(positions, config.head_dim, config.rope_theta, config.rope_factors, device)
-    return Decoder(config, weights, rope, kernels)
+    fused = None if kernels.team is None else FusedStep(config, weights, rope, kernels.team)
+    return Decoder(config, weights, rope, kernels, fused)

@@ -53,7 +53,7 @@ class LayerWeights:
 class DecoderWeights:
     """All weights. With tied embeddings `head` multiplies with the embedding table itself."""
 
-    embedding: Tensor
+    embedding: Any
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     head: Any
@@ -89,13 +89,17 @@ class WeightReader:
         """A norm's weight, on the device, float32."""
         return stack([self.find(name, size)], torch.float32, self._device)
 
-    def matrix(self, name: str, rows: int, columns: int) -> Tensor:
-        """A matrix that is looked up, not multiplied with."""
-        return stack([self.find(name, rows, columns)], self._dtype, self._device)
+    def table(self, kernels: Kernels, name: str, rows: int, columns: int) -> Any:
+        """A matrix that is looked up, as the kernels want it."""
+        return kernels.table(self.find(name, rows, columns), self._dtype, self._device)
 
     def packed(self, kernels: Kernels, weights: Sequence[StoredTensor], biases: Sequence[StoredTensor] = ()) -> Any:
         """Matrices stacked to one linear map, as the kernels want it."""
         return kernels.pack(weights, biases, self._dtype, self._device)
+
+    def gated(self, kernels: Kernels, gate: StoredTensor, up: StoredTensor) -> Any:
+        """A gate and an up matrix as one linear map."""
+        return kernels.pack_gated((gate, up), self._dtype, self._device)
 
     def ignore(self, name: str) -> None:
         """Let a tensor be there without using it."""
@@ -119,7 +123,7 @@ def load_weights(
     Raises ModelError naming file, tensor, expected and found where the file is not what the configuration calls for.
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    embedding = reader.matrix("model.embed_tokens.weight", vocab, hidden)
+    embedding = reader.table(kernels, "model.embed_tokens.weight", vocab, hidden)
     layers = []
     for i in range(config.num_layers):
         layers.append(_load_layer(config, kernels, reader, f"model.layers.{i}"))
@@ -157,8 +161,8 @@ def _load_layer(config: ModelConfig, kernels: Kernels, reader: WeightReader, pre
         ),
         FeedForwardWeights(
             norm=reader.vector(f"{prefix}.post_attention_layernorm.weight", hidden),
-            gate_up=reader.packed(
-                kernels, [reader.find(f"{mlp}.{x}_proj.weight", inner, hidden) for x in ("gate", "up")]
+            gate_up=reader.gated(
+                kernels, *(reader.find(f"{mlp}.{x}_proj.weight", inner, hidden) for x in ("gate", "up"))
             ),
             down=reader.packed(kernels, [reader.find(f"{mlp}.down_proj.weight", hidden, inner)]),
         ),

@@ -23,8 +23,9 @@ _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
 class RuntimeConfig:
     """`dtype` is that of weights, activations and KV cache; logits are float32 always. "auto" takes bfloat16 where the
     processor multiplies it in hardware (or the device is no CPU), else float32. `threads` 0 takes one per physical core
-    that this process may use. `isa` "reference" keeps native kernels out. `deterministic`: a request's tokens do not
-    depend on what else is in its batch (`kernels/deterministic.py` says at what price)."""
+    that this process may use. `isa` "reference" keeps native kernels out; portable, avx2, avx512 or amx
+    forces their level. `weights` is how they hold matrices: auto keeps a file's precision. `deterministic`: a request's
+    tokens do not depend on what else is in its batch (`kernels/deterministic.py` says at what price)."""
 
     device: str = "cpu"
     dtype: Dtype = "auto"
@@ -32,10 +33,13 @@ class RuntimeConfig:
     threads: int = 0
     deterministic: bool = False
     isa: str = "auto"
+    weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *ELEMENT_BYTES):
             raise ConfigError(f"dtype is {self.dtype!r}; use auto, float32 or bfloat16")
+        if self.weights not in ("auto", "bf16", "int8", "int4"):
+            raise ConfigError(f"weights is {self.weights!r}; use auto, bf16, int8 or int4")
         if self.block_size < 1:
             raise ConfigError(f"block_size is {self.block_size}; it must be at least 1")
         if self.threads < 0:

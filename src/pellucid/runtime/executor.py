@@ -20,7 +20,10 @@ import torch
 from pellucid.core.errors import ConfigError, InvariantViolation
 from pellucid.core.plan import StepPlan, StepResult
 from pellucid.kernels import select
+from pellucid.kernels.cpu import PackedWeight
 from pellucid.kernels.deterministic import check_row_independence
+from pellucid.kernels.native import NativeNeeds
+from pellucid.models.config import load_model_config
 from pellucid.models.decoder import Decoder, DecoderInput, load_decoder
 from pellucid.models.layers import DecoderWeights, Progress
 from pellucid.runtime.batch import SequenceMirror, StepBatch
@@ -129,8 +132,18 @@ def load_executor(
     and ConfigError for a configuration that this machine cannot carry out.
     """
     config = resolve(config)
-    torch.set_num_threads(config.threads)
-    kernels = select(config.device, isa=config.isa, deterministic=config.deterministic)
+    model = load_model_config(model_path)
+    needs = NativeNeeds(
+        dtype=config.dtype,
+        head_dim=model.head_dim,
+        inner_size=model.intermediate_size,
+        block_size=config.block_size,
+        threads=config.threads,
+        weights=config.weights,
+    )
+    kernels = select(config.device, isa=config.isa, deterministic=config.deterministic, needs=needs)
+    # Native threads and PyTorch's would fight for the cores; what PyTorch still does then (sampling) is small.
+    torch.set_num_threads(config.threads if kernels.team is None else 1)
     device = _device(config.device)
     with torch.inference_mode():
         decoder = load_decoder(
@@ -141,7 +154,7 @@ def load_executor(
             num_positions=num_blocks * config.block_size,
             progress=progress,
         )
-        if config.deterministic:
+        if config.deterministic and kernels.team is None:
             _check_determinism(decoder.weights)
         return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed)
 
@@ -175,13 +188,15 @@ def _per_chunk(plan: StepPlan, tokens: npt.NDArray[np.int64]) -> tuple[tuple[int
 
 
 def _weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of every distinct tensor reachable from the weights (a tied head counts once)."""
+    """Bytes of every distinct tensor or packed weight reachable from the weights (a tied head counts once)."""
     seen: dict[int, int] = {}
     pending: list[object] = [weights]
     while pending:
         item = pending.pop()
         if isinstance(item, torch.Tensor):
             seen[item.data_ptr()] = item.numel() * item.element_size()
+        elif isinstance(item, PackedWeight):
+            seen[id(item.packed)] = item.num_bytes
         elif isinstance(item, tuple):
             pending.extend(item)
         elif hasattr(item, "__dataclass_fields__"):

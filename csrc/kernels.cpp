@@ -1,0 +1,58 @@
+// Compiled once per instruction level, each time with that level's flags and PELLUCID_LEVEL set to its name.
+// Nothing here but the one table has external linkage, and no standard library template is instantiated: the linker must
+// never serve another level's copy of a function to a processor that cannot run it.
+#include "kernels.h"
+
+#include "attention.h"
+#include "matmul.h"
+#include "rows.h"
+#include "simd.h"
+#if defined(__AMX_TILE__)
+#include "tile_attention.h"
+#include "tiles.h"
+#else
+#include "vector_attention.h"
+#endif
+
+#define PELLUCID_JOIN_(a, b) a##b
+#define PELLUCID_JOIN(a, b) PELLUCID_JOIN_(a, b)
+#define PELLUCID_QUOTE_(a) #a
+#define PELLUCID_QUOTE(a) PELLUCID_QUOTE_(a)
+
+namespace pellucid {
+namespace {
+
+void matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
+#if defined(__AMX_TILE__)
+  if (a.panel.preparation == Preparation::bf16) return tile_matmul<false>(a, rows, pairs, scratch);
+  if (a.panel.preparation == Preparation::row8) return tile_matmul<true>(a, rows, pairs, scratch);
+#endif
+  (void)scratch;
+  vector_matmul(a, rows, pairs);
+}
+
+void attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
+#if defined(__AMX_TILE__)
+  return tile_attend(a, item, next, scratch);
+#else
+  (void)next;
+  vector_attend(a, item, scratch);
+#endif
+}
+
+#if defined(__AMX_TILE__)
+constexpr bool kHasTiles = true;
+static_assert(sizeof(TileScratch) <= (size_t{4} << 20));
+#else
+constexpr bool kHasTiles = false;
+static_assert(sizeof(VectorScratch) <= (size_t{4} << 20));
+#endif
+
+constexpr Kernels kTable = {PELLUCID_QUOTE(PELLUCID_LEVEL), kHasTiles, prepare,  matmul,  rope, attend, merge,
+                            dequantize_row,                 rms_norm,  silu_mul, argmax};
+
+}  // namespace
+
+const Kernels& PELLUCID_JOIN(kernels_, PELLUCID_LEVEL)() { return kTable; }
+
+}  // namespace pellucid

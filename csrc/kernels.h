@@ -1,0 +1,178 @@
+// What the kernels work on, and the table of kernels that each instruction level fills. One idea: a weight is packed once,
+// at load, into one layout that every level can read, so only the code depends on the processor and never the data.
+//
+// Columns are output features (N), K is the input. Columns are packed in blocks of 16, and N is padded to a multiple of 32
+// (a pair of blocks), K to a multiple of 64, with zeros.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pellucid {
+
+constexpr int64_t kBlock = 16;      // columns of a block; rows of a tile
+constexpr int64_t kGroup = 32;      // inputs that share a scale in the grouped formats
+constexpr int64_t kStepBytes = 64;  // one row of a tile: 64 int8 or 32 bfloat16 values
+
+// How weights lie in memory. Inside a block, in order of k:
+//   bf16     tiles of 32 inputs: [16 pairs][16 columns][2] bfloat16
+//   int8     tiles of 64 inputs: [16 quads][16 columns][4] bytes, value + 128; one scale per column
+//   q8       groups of 32: [8 quads][16 columns][4] bytes, value + 128; then 16 float16 scales
+//   q4       groups of 32: [4][16 columns][4] bytes, low nibbles are quads 0..3, high nibbles quads 4..7; 16 float16 scales;
+//            value = scale * (nibble - 8)
+//   q4_min   the same and 16 float16 minima; value = scale * nibble + minimum
+enum class Format : int32_t { bf16, int8, q8, q4, q4_min };
+
+constexpr int64_t group_bytes(Format format) {
+  return format == Format::q8 ? 512 + 32 : format == Format::q4 ? 256 + 32 : 256 + 64;
+}
+constexpr int64_t block_bytes(Format format, int64_t k_padded) {
+  return format == Format::bf16   ? k_padded * kBlock * 2
+         : format == Format::int8 ? k_padded * kBlock
+                                  : k_padded / kGroup * group_bytes(format);
+}
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Half-open.
+struct Range {
+  int64_t begin, end;
+};
+
+struct Weight {
+  Format format;
+  int64_t n, k;                // as the model sees it
+  int64_t n_padded, k_padded;  // as packed
+  const uint8_t* data;
+  const float* column_scale;   // int8: one per column, else null
+
+  const uint8_t* block(int64_t index) const { return data + index * block_bytes(format, k_padded); }
+};
+
+// How activations are prepared for a product.
+//   bf16    rows in tiles [row block][k step][16 rows][32] of bfloat16
+//   row8    rows in tiles [row block][k step][16 rows][64] of int8, one scale per row
+//   group8  [row][k] int8, one scale per row and group of 32
+enum class Preparation : int32_t { bf16, row8, group8 };
+
+struct Panel {
+  Preparation preparation;
+  int64_t rows, k_padded;
+  uint8_t* data;   // panel_bytes()
+  float* scale;    // row8: [rows]; group8: [rows][k / 32]
+  int32_t* sum;    // sums of the quantised values, shaped like scale
+};
+
+constexpr int64_t panel_bytes(Preparation preparation, int64_t rows, int64_t k_padded) {
+  return preparation == Preparation::group8 ? rows * k_padded
+                                            : round_up(rows, kBlock) * k_padded * (preparation == Preparation::bf16 ? 2 : 1);
+}
+constexpr int64_t panel_scales(Preparation preparation, int64_t rows, int64_t k_padded) {
+  return preparation == Preparation::group8 ? rows * (k_padded / kGroup) : round_up(rows, kBlock);
+}
+
+enum class Dtype : int32_t { f32, bf16 };
+
+struct PrepareArgs {
+  const void* x;  // [rows][ld] of `dtype`
+  Dtype dtype;
+  int64_t ld, k;
+  const float* norm_weight;  // null: no RMSNorm
+  float epsilon;
+  Panel panel;
+};
+
+enum class Store : int32_t {
+  f32,       // y = product
+  bf16,      // y = product, rounded
+  add,       // y += product, f32: the residual stream
+  silu_mul,  // blocks alternate gate, up; y[column] = silu(gate) * up, f32, half as many columns
+};
+
+struct MatmulArgs {
+  Weight weight;
+  Panel panel;
+  const float* bias;  // [n] or null
+  Store store;
+  void* y;  // [rows][ld]
+  int64_t ld;
+};
+
+struct RopeArgs {
+  const float* qkv;   // [rows][ld]: query heads, key heads, value heads
+  int64_t ld;
+  int64_t num_heads, num_kv_heads, head_dim;
+  const float* q_norm;  // [head_dim] or null: RMSNorm of each head before the rotation
+  const float* k_norm;
+  float epsilon;
+  const float* cos_table;  // [positions][head_dim / 2]
+  const float* sin_table;
+  const int32_t* positions;  // [rows]
+  const int64_t* slots;      // [rows]
+  uint16_t* q_out;           // [rows][num_heads][head_dim] bfloat16
+  uint16_t* key_cache;
+  uint16_t* value_cache;
+  int64_t block_size;
+};
+
+// The cache of one layer: [block][kv head] then, for every 16 tokens of the block,
+//   keys    [head_dim / 32][16 pairs of dimensions][16 tokens][2]: tiles for query x key
+//   values  [head_dim / 16][8 pairs of tokens][16 dimensions][2]: half tiles for probability x value
+// so no kernel ever transposes. head_dim is a multiple of 32 and block_size a multiple of 16.
+constexpr int64_t kTokens = 16;
+
+struct Sequence {       // one chunk of one sequence in a step
+  int64_t row_begin;    // its rows in the flat batch
+  int64_t num_rows;
+  int64_t context;      // tokens attended by its last row, that row's own included
+  const int32_t* block_table;
+};
+
+struct AttentionArgs {
+  const uint16_t* q;  // [rows][num_heads][head_dim]
+  const uint16_t* key_cache;
+  const uint16_t* value_cache;
+  int64_t num_heads, num_kv_heads, head_dim, block_size;
+  float scale;
+  float* out;  // [rows][num_heads * head_dim]
+  int64_t ld;
+  bool deterministic;  // one path for decodes and chunks: the tiles sum 16 tokens in another order than 32
+};
+
+// Attention of some query rows of one kv head over the whole context. Softmax is computed in splits of kSplit tokens, each
+// with its own maximum, merged in order: the result of a row does not depend on the number of threads, nor, if
+// `deterministic`, on the batch.
+constexpr int64_t kSplit = 512;
+constexpr int64_t kItemRows = 192;  // most query rows (row x head of the group) in one item
+
+struct AttentionItem {
+  const Sequence* sequence;
+  int64_t kv_head;
+  int64_t query_begin, query_end;  // in flattened rows: (row of the sequence) * group + head of the group
+  int64_t split_begin, split_end;
+  float* partial;  // null: write the result. Otherwise [query][split][head_dim + 2]: sums, maximum, total per split
+  int64_t num_splits;
+};
+
+struct Kernels {
+  const char* name;
+  bool has_tiles;  // bf16 panels may meet grouped weights
+  void (*prepare)(const PrepareArgs&, Range rows, std::byte* scratch);
+  void (*matmul)(const MatmulArgs&, Range rows, Range pairs, std::byte* scratch);  // rows from a multiple of 16 on
+  void (*rope)(const RopeArgs&, Range rows);
+  // `next` is what this thread will attend afterwards, or null: its keys and values can be asked for early.
+  void (*attend)(const AttentionArgs&, const AttentionItem&, const AttentionItem* next, std::byte* scratch);
+  void (*merge)(const AttentionArgs&, const AttentionItem&, int64_t query_begin, int64_t query_end);
+  void (*dequantize_row)(const Weight&, int64_t row, float* out);
+  void (*rms_norm)(const void* x, Dtype dtype, const float* weight, float epsilon, int64_t k, void* y);
+  void (*silu_mul)(const void* gate, const void* up, Dtype dtype, int64_t count, void* y);
+  int64_t (*argmax)(const float* x, int64_t count);
+};
+
+const Kernels& kernels_portable();
+#if defined(__x86_64__)
+const Kernels& kernels_avx2();
+const Kernels& kernels_avx512();
+const Kernels& kernels_amx();
+#endif
+
+}  // namespace pellucid

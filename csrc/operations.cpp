@@ -1,0 +1,138 @@
+#include "operations.h"
+
+#include <algorithm>
+
+namespace pellucid {
+
+const Kernels& kernels_for(Isa isa) {
+#if defined(__x86_64__)
+  switch (isa) {
+    case Isa::amx: return kernels_amx();
+    case Isa::avx512: return kernels_avx512();
+    case Isa::avx2: return kernels_avx2();
+    case Isa::portable: break;
+  }
+#endif
+  (void)isa;
+  return kernels_portable();
+}
+
+Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic) {
+  if (format == Format::bf16) return Preparation::bf16;
+  if (format == Format::int8) return Preparation::row8;
+  const bool tiles = kernels.has_tiles && (rows >= kTileRows || deterministic);
+  return tiles ? Preparation::bf16 : Preparation::group8;
+}
+
+void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
+  widest_k_ = round_up(widest_k, 64);
+  data_.reserve(static_cast<size_t>(panel_bytes(Preparation::bf16, rows, widest_k_)));
+  const int64_t scales = std::max(panel_scales(Preparation::row8, rows, widest_k_),
+                                  panel_scales(Preparation::group8, rows, widest_k_));
+  scale_.reserve(static_cast<size_t>(scales) * sizeof(float));
+  sum_.reserve(static_cast<size_t>(scales) * sizeof(int32_t));
+}
+
+Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
+  const int64_t row_bytes = preparation == Preparation::bf16 ? 2 * k_padded : k_padded;
+  const int64_t row_scales = preparation == Preparation::group8 ? k_padded / kGroup : 1;
+  const int64_t skipped = first_row * (widest_k_ / kGroup - row_scales);
+  return {preparation,
+          rows,
+          k_padded,
+          data_.as<uint8_t>() + first_row * (2 * widest_k_ - row_bytes),
+          scale_.as<float>() + skipped,
+          sum_.as<int32_t>() + skipped};
+}
+
+void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args) {
+  const Range rows = plan.rows_of(team);
+  if (rows.begin < rows.end) kernels.prepare(args, rows, team.scratch);
+}
+
+void matmul_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const MatmulArgs& args) {
+  const int64_t num_pairs = args.weight.n_padded / (2 * kBlock);
+  const Range rows = plan.own_rows() ? plan.rows_of(team) : Range{0, args.panel.rows};
+  const Range pairs = plan.own_rows() ? Range{0, num_pairs} : share_of(num_pairs, team);
+  if (rows.begin < rows.end && pairs.begin < pairs.end) kernels.matmul(args, rows, pairs, team.scratch);
+}
+
+void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const RopeArgs& args) {
+  const Range rows = plan.rows_of(team);
+  if (rows.begin < rows.end) kernels.rope(args, rows);
+}
+
+AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads,
+                                     int64_t head_dim, int num_threads) {
+  const int64_t group = num_heads / num_kv_heads;
+  int64_t decodes = 0, partial_floats = 0;
+  for (const Sequence& s : sequences) decodes += s.num_rows * group <= kBlock;
+  // Enough items that no thread waits long for another; a context is shared only when there are few sequences.
+  const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * num_kv_heads));
+  // Large items read keys and values less often, small ones keep every thread busy to the end.
+  int64_t chunk_queries = 0;
+  for (const Sequence& s : sequences) chunk_queries += s.num_rows * num_heads;
+  const int64_t item_rows = chunk_queries >= 8 * num_threads * kItemRows ? kItemRows : kItemRows / 4;
+  for (const Sequence& s : sequences) {
+    const int64_t queries = s.num_rows * group;
+    const int64_t splits = (s.context + kSplit - 1) / kSplit;
+    for (int64_t head = 0; head < num_kv_heads; ++head) {
+      if (queries > kBlock || splits == 1 || shares == 1) {
+        add_chunk(&s, head, queries, item_rows);
+      } else {
+        add_shared(&s, head, queries, std::min(shares, splits), partial_floats);
+        partial_floats += queries * splits * (head_dim + 2);
+      }
+    }
+  }
+  // The longest first, so that the last ones to finish are short. Stable: the order is a function of the plan alone.
+  std::stable_sort(items_.begin(), items_.end(), [](const AttentionItem& a, const AttentionItem& b) {
+    const auto cost = [](const AttentionItem& i) { return (i.query_end - i.query_begin) * (i.split_end - i.split_begin); };
+    return cost(a) > cost(b);
+  });
+  partials_.reserve(static_cast<size_t>(partial_floats) * sizeof(float));
+  // Until here `partial` held an offset, because the room was not there yet.
+  for (auto* list : {&items_, &merges_})
+    for (AttentionItem& item : *list)
+      if (item.partial) item.partial = partials_.as<float>() + (reinterpret_cast<intptr_t>(item.partial) - 1);
+}
+
+void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows) {
+  const int64_t group = queries / sequence->num_rows;
+  for (int64_t end = queries; end > 0; end -= std::min(end, item_rows)) {
+    const int64_t begin = std::max<int64_t>(0, end - item_rows);
+    const int64_t visible = sequence->context - sequence->num_rows + (end - 1) / group + 1;
+    items_.push_back({sequence, kv_head, begin, end, 0, (visible + kSplit - 1) / kSplit, nullptr, 0});
+  }
+}
+
+void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares,
+                                   int64_t partial_at) {
+  const int64_t splits = (sequence->context + kSplit - 1) / kSplit;
+  auto* partial = reinterpret_cast<float*>(static_cast<intptr_t>(partial_at + 1));
+  for (int64_t share = 0; share < shares; ++share) {
+    const int64_t begin = share * splits / shares, end = (share + 1) * splits / shares;
+    items_.push_back({sequence, kv_head, 0, queries, begin, end, partial, splits});
+  }
+  merges_.push_back({sequence, kv_head, 0, queries, 0, splits, partial, splits});
+}
+
+void AttentionSchedule::attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {
+  const auto count = static_cast<int64_t>(items_.size());
+  const auto item = [&](int64_t i) { return i < count ? &items_[static_cast<size_t>(i)] : nullptr; };
+  for (int64_t i = team.ticket(); i < count;) {
+    const int64_t next = team.ticket();
+    kernels.attend(args, *item(i), item(next), team.scratch);
+    i = next;
+  }
+}
+
+void AttentionSchedule::merge_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {
+  const Range share = share_of(static_cast<int64_t>(merges_.size()), team);
+  for (int64_t i = share.begin; i < share.end; ++i) {
+    const AttentionItem& item = merges_[static_cast<size_t>(i)];
+    kernels.merge(args, item, item.query_begin, item.query_end);
+  }
+}
+
+}  // namespace pellucid

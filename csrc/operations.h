@@ -1,0 +1,92 @@
+// The operations that a model is made of, as phases of one job: every thread of the team calls them together and takes its
+// share. One idea: a phase never waits; whoever composes phases puts a barrier wherever one reads what another wrote.
+#pragma once
+
+#include <vector>
+
+#include "isa.h"
+#include "kernels.h"
+#include "memory.h"
+#include "thread_pool.h"
+
+namespace pellucid {
+
+const Kernels& kernels_for(Isa isa);
+
+// This thread's share of [0, count).
+inline Range share_of(int64_t count, const Team& team) {
+  return {count * team.rank / team.size, count * (team.rank + 1) / team.size};
+}
+
+// How the rows of a batch are divided. Few rows: a product's columns are shared, so each weight is read by one thread, and
+// whatever works on rows alone is shared by rows, with barriers in between. Many rows: every thread keeps its own rows
+// through all products, so activations stay in its cache and no barrier is needed but around attention.
+class RowPlan {
+ public:
+  RowPlan(int64_t rows, int num_threads) : rows_(rows), own_rows_(rows >= kOwnRows * num_threads) {}
+
+  bool own_rows() const { return own_rows_; }
+  Range rows_of(const Team& team) const {
+    if (!own_rows_) return share_of(rows_, team);
+    const Range pairs = share_of((rows_ + 31) / 32, team);  // whole pairs of row tiles
+    return {pairs.begin * 32, pairs.end * 32 < rows_ ? pairs.end * 32 : rows_};
+  }
+  // Ends a phase on rows, or a product: the others' results are needed only where the work is not by own rows.
+  void barrier(Team& team) const {
+    if (!own_rows_) team.barrier();
+  }
+
+ private:
+  // Below this many rows per thread, unpacking the weights once per thread costs more than it saves.
+  static constexpr int64_t kOwnRows = 96;
+  int64_t rows_;
+  bool own_rows_;
+};
+
+// From how many rows on grouped weights become tiles instead of being multiplied group by group: where both took equally
+// long on a Sapphire Rapids core.
+constexpr int64_t kTileRows = 13;
+
+Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic);
+
+// Room for one prepared panel; products one after another share it.
+class PanelRoom {
+ public:
+  // Before the team works: room for panels of up to so many rows and inputs.
+  void reserve(int64_t rows, int64_t widest_k);
+
+  // A panel in that room. A thread that owns the rows from `first_row` on runs ahead of the others: its rows then lie where
+  // no panel of another width has another thread's rows.
+  Panel panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row = 0) const;
+
+ private:
+  int64_t widest_k_ = 0;
+  Buffer data_, scale_, sum_;
+};
+
+void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args);
+void matmul_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const MatmulArgs& args);
+void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const RopeArgs& args);
+
+// The items of one attention call, made once per step: every layer has the same shape.
+class AttentionSchedule {
+ public:
+  AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                    int num_threads);
+  AttentionSchedule(std::vector<Sequence>&&, int64_t, int64_t, int64_t, int) = delete;  // items point at sequences
+
+  // All items, by ticket; the caller resets the tickets before. Then, after a barrier, the shared contexts are merged.
+  void attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const;
+  void merge_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const;
+  bool has_merges() const { return !merges_.empty(); }
+
+ private:
+  void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows);
+  void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares, int64_t partial_at);
+
+  std::vector<AttentionItem> items_;
+  std::vector<AttentionItem> merges_;
+  Buffer partials_;
+};
+
+}  // namespace pellucid

@@ -1,0 +1,35 @@
+// The shape of the eight AMX tile registers, set per thread before their first use in a kernel.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace pellucid {
+namespace {
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+inline void load_config(const TileConfig& config) {
+  // GCC 12 believes that ldtilecfg reads one pointer's worth of the structure and may drop the other stores.
+  asm volatile("" ::"r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+// Tiles 0-3 are sums, 4-5 rows of x, 6-7 columns of W. `top` and `bottom` are the rows of the two row tiles.
+inline void configure(int top, int bottom) {
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = 64;
+    const bool lower = tile == 2 || tile == 3 || tile == 5;
+    config.rows[tile] = static_cast<uint8_t>(tile >= 6 ? 16 : lower ? bottom : top);
+  }
+  load_config(config);
+}
+
+}  // namespace
+}  // namespace pellucid

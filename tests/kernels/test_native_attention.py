@@ -1,0 +1,175 @@
+"""Paged attention, rotation and the cache write against a naive float64 oracle that loops over tokens.
+
+Tolerance of attention: probabilities and values are bfloat16 (2^-9 each) and the exponential is good to 1e-4, so a
+result is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+cpu = pytest.importorskip("pellucid.kernels.cpu")
+if cpu.native() is None:
+    pytest.skip("the native kernels are not built", allow_module_level=True)
+
+from pellucid.core.errors import ConfigError  # noqa: E402
+from pellucid.kernels.cpu import AttentionBatch, CpuKernels, RotaryHeads  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
+
+LEVELS = ("portable", "avx2", "avx512", "amx")
+BEST = cpu.native().best_isa()
+AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
+THREADS = min(2, len(physical_cores()))
+
+
+@pytest.fixture(scope="module", params=AVAILABLE)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(isa=request.param, threads=THREADS)
+
+
+class Scene:
+    """Sequences with random queries, keys and values, their cache written through the kernels under test.
+
+    `chunks` holds (context, rows) per sequence: the last `rows` of `context` tokens are computed.
+    """
+
+    def __init__(self, chunks, *, heads, kv_heads, head_dim, block_size, seed=0, spread=1.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.chunks, self.heads, self.kv_heads, self.head_dim = chunks, heads, kv_heads, head_dim
+        counts = [-(-context // block_size) for context, _ in chunks]
+        ids = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32).split([*counts, 3])
+        self.tables = np.zeros((len(chunks), max(counts)), np.int32)
+        for i, blocks in enumerate(ids[:-1]):
+            self.tables[i, : len(blocks)] = blocks.numpy()
+        self.keys, self.values = (
+            [torch.randn(context, kv_heads, head_dim, generator=generator).bfloat16() * spread for context, _ in chunks]
+            for _ in range(2)
+        )
+        rows = sum(rows for _, rows in chunks)
+        self.queries = (torch.randn(rows, heads, head_dim, generator=generator) * spread).bfloat16()
+        shape = (sum(counts) + 3, kv_heads, block_size, head_dim)
+        self.cache = (torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16))
+        self.block_size = block_size
+
+    def fill(self, kernels: CpuKernels) -> None:
+        """Write all keys and values through `rotate_and_write`, at an angle of zero."""
+        for i, (context, _) in enumerate(self.chunks):
+            queries = torch.zeros(context, self.heads, self.head_dim)
+            qkv = torch.cat((queries, self.keys[i].float(), self.values[i].float()), dim=1).view(context, -1)
+            still = (torch.ones(context, self.head_dim // 2), torch.zeros(context, self.head_dim // 2))
+            heads = RotaryHeads(self.heads, self.kv_heads, self.head_dim, *still)
+            positions = np.arange(context)
+            slots = self.tables[i, positions // self.block_size].astype(np.int64) * self.block_size
+            slots += positions % self.block_size
+            kernels.rotate_and_write(qkv, heads, torch.arange(context), torch.from_numpy(slots), self.cache)
+
+    def batch(self) -> AttentionBatch:
+        starts = np.cumsum([0, *(rows for _, rows in self.chunks)])[:-1]
+        rows = [(start, rows, context) for start, (context, rows) in zip(starts, self.chunks)]
+        return AttentionBatch(np.array(rows, np.int64), self.tables)
+
+    def expected(self) -> torch.Tensor:
+        out, row = [], 0
+        group = self.heads // self.kv_heads
+        for i, (context, rows) in enumerate(self.chunks):
+            for j in range(rows):
+                seen = context - rows + j + 1
+                keys = self.keys[i][:seen].double().repeat_interleave(group, dim=1)
+                values = self.values[i][:seen].double().repeat_interleave(group, dim=1)
+                scores = torch.einsum("hd,thd->ht", self.queries[row].double(), keys) * self.head_dim**-0.5
+                out.append(torch.einsum("ht,thd->hd", scores.softmax(dim=1), values).flatten())
+                row += 1
+        return torch.stack(out)
+
+
+def largest_value(scene: Scene) -> float:
+    return max(v.abs().max().item() for v in scene.values)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    chunks=st.lists(st.tuples(st.integers(1, 80), st.integers(1, 40)), min_size=1, max_size=4),
+    shape=st.sampled_from([(1, 1, 32), (3, 1, 64), (4, 4, 32), (9, 3, 64), (8, 2, 128), (20, 1, 32)]),
+    block_size=st.sampled_from([16, 32]),
+    spread=st.sampled_from([0.01, 1.0, 4.0]),
+    seed=st.integers(0, 1000),
+)
+def test_attention_matches_the_oracle(kernels, chunks, shape, block_size, spread, seed) -> None:
+    heads, kv_heads, head_dim = shape
+    chunks = [(max(context, rows), rows) for context, rows in chunks]
+    scene = Scene(
+        chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, seed=seed, spread=spread
+    )
+    scene.fill(kernels)
+    out = kernels.attention(scene.queries, scene.cache, scene.batch())
+    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+
+
+@pytest.mark.parametrize("chunks", [[(1300, 1)], [(1300, 3)], [(1100, 40)], [(513, 1), (512, 1), (1025, 2), (600, 34)]])
+def test_contexts_of_several_splits(kernels, chunks) -> None:
+    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, block_size=16)
+    scene.fill(kernels)
+    out = kernels.attention(scene.queries, scene.cache, scene.batch())
+    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+
+
+def test_stale_numbers_beyond_the_context_do_not_leak(kernels) -> None:
+    scene = Scene([(5, 1), (37, 20)], heads=3, kv_heads=1, head_dim=64, block_size=16)
+    for half in scene.cache:
+        half.fill_(1e30)
+    scene.fill(kernels)
+    out = kernels.attention(scene.queries, scene.cache, scene.batch())
+    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+def test_a_deterministic_row_depends_neither_on_its_batch_nor_on_the_threads(isa) -> None:
+    whole = Scene([(1200, 60)], heads=6, kv_heads=2, head_dim=64, block_size=16)
+    one, two = (CpuKernels(isa=isa, threads=threads, deterministic=True) for threads in (1, THREADS))
+    whole.fill(one)
+    together = one.attention(whole.queries, whole.cache, whole.batch())
+    assert torch.equal(two.attention(whole.queries, whole.cache, whole.batch()), together)
+    for row, count in ((0, 1), (7, 4), (20, 40)):
+        batch = AttentionBatch(np.array([[0, count, 1140 + row + count]]), whole.tables)
+        part = two.attention(whole.queries[row : row + count], whole.cache, batch)
+        assert torch.equal(part, together[row : row + count]), (row, count)
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    rows=st.integers(1, 20), shape=st.sampled_from([(2, 1, 32), (3, 3, 64), (4, 2, 96)]), normed=st.booleans(),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_rotation_and_norm_of_queries(kernels, rows, shape, normed, seed) -> None:
+    num_heads, num_kv_heads, head_dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator)
+    angles = torch.rand(64, head_dim // 2, generator=generator) * 6
+    norms = [torch.rand(head_dim, generator=generator) if normed else None for _ in range(2)]
+    heads = RotaryHeads(num_heads, num_kv_heads, head_dim, angles.cos(), angles.sin(), *norms, 1e-5)
+    positions = torch.randint(0, 64, (rows,), generator=generator)
+    cache = tuple(torch.zeros(4, num_kv_heads, 16, head_dim, dtype=torch.bfloat16) for _ in range(2))
+    queries = kernels.rotate_and_write(qkv, heads, positions, torch.randperm(64, generator=generator)[:rows], cache)
+    x = qkv[:, : num_heads * head_dim].view(rows, num_heads, head_dim).double()
+    if norms[0] is not None:
+        x = x / (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norms[0]
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
+    expected = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    assert torch.allclose(queries.double(), expected, rtol=2**-8, atol=1e-5)
+
+
+def test_caches_without_a_native_layout_are_refused() -> None:
+    kernels = CpuKernels(threads=1)
+    for head_dim, block_size in ((48, 16), (64, 8), (288, 16)):
+        cache = tuple(torch.zeros(2, 1, block_size, head_dim, dtype=torch.bfloat16) for _ in range(2))
+        with pytest.raises(ConfigError, match="no native layout"):
+            kernels.attention(
+                torch.zeros(1, 1, head_dim, dtype=torch.bfloat16),
+                cache,
+                AttentionBatch(np.ones((1, 3)), np.ones((1, 1))),
+            )

@@ -1,0 +1,147 @@
+"""Packed products against float64 products of the same stored values, on every instruction level of this machine.
+
+The tolerance of a product is stated per format as a share of the norms of its operands: |error| <= share * |x| * |w|,
+the natural scale of a rounding error that is spread over the inputs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+cpu = pytest.importorskip("pellucid.kernels.cpu")
+gguf = pytest.importorskip("gguf")
+if cpu.native() is None:
+    pytest.skip("the native kernels are not built", allow_module_level=True)
+
+from pellucid.core.errors import ConfigError, ModelError  # noqa: E402
+from pellucid.kernels.cpu import CpuKernels, GgufRows, PackedWeight  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
+
+LEVELS = ("portable", "avx2", "avx512", "amx")
+BEST = cpu.native().best_isa()
+AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
+# Share of |x| |w|: bf16 rounds x (2^-9); the others quantise x to 8 bits per 32 inputs or (int8) per
+# row.
+SHARES = {"bf16": 0.004, "int8": 0.02, "q8": 0.02, "q4": 0.02}
+
+
+@pytest.fixture(scope="module", params=AVAILABLE)
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
+    return CpuKernels(isa=request.param, threads=min(2, len(physical_cores())))
+
+
+def stored_values(weight: PackedWeight, kernels: CpuKernels) -> torch.Tensor:
+    """What the packed weight holds, read back row by row."""
+    return kernels.embedding(torch.arange(weight.num_outputs), weight).double()
+
+
+def assert_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, share: float) -> None:
+    expected = x.double() @ w.T
+    bound = share * x.double().norm(dim=1, keepdim=True) * w.norm(dim=1) + 1e-30
+    worst = ((y.double() - expected).abs() / bound).max().item() if y.numel() else 0.0
+    assert worst <= 1.0, f"error is {worst:.2f} of the bound"
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    rows=st.sampled_from([0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 50]),
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 200),
+    weight_format=st.sampled_from(sorted(SHARES)),
+    scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    bf16=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_linear_matches_its_stored_values(kernels, rows, outputs, inputs, weight_format, scale, bf16, seed) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(outputs, inputs, generator=generator)
+    x = torch.randn(rows, inputs, generator=generator) * scale
+    x = x.to(torch.bfloat16 if bf16 else torch.float32)
+    weight = PackedWeight.from_tensor([w], weight_format)
+    y = kernels.linear(x, weight, dtype=torch.float32)
+    assert_product(y, x, stored_values(weight, kernels), SHARES[weight_format])
+    bias = torch.randn(outputs, generator=generator) * scale
+    biased = kernels.linear(x, PackedWeight.from_tensor([w], weight_format, bias=bias), dtype=torch.float32)
+    assert torch.equal(biased, y + bias)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q8", "q4"])
+def test_stored_values_are_close_to_the_original(kernels, weight_format) -> None:
+    w = torch.randn(48, 128, generator=torch.Generator().manual_seed(1))
+    stored = stored_values(PackedWeight.from_tensor([w], weight_format), kernels)
+    step = {"bf16": 2.0**-8, "int8": 2 / 127, "q8": 2 / 127, "q4": 1 / 7}[weight_format]
+    assert (stored - w).abs().max() <= step * w.abs().max()
+
+
+@pytest.mark.parametrize("storage", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_gguf_rows_keep_their_values_exactly(kernels, storage, rows) -> None:
+    generator = np.random.default_rng(2)
+    w = generator.standard_normal((80, 96)).astype(np.float32)
+    raw = gguf.quants.quantize(w, gguf.GGMLQuantizationType[storage])
+    exact = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[storage])).double()
+    weight = PackedWeight.from_gguf_bytes([GgufRows(storage, raw[:48]), GgufRows(storage, raw[48:])])
+    assert torch.allclose(stored_values(weight, kernels), exact, rtol=1e-6, atol=1e-7)
+    x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(3))
+    assert_product(kernels.linear(x, weight), x, exact, 0.02)
+
+
+def q4_k_rows(generator: np.random.Generator, rows: int, blocks: int) -> np.ndarray:
+    """Random Q4_K blocks: any bytes are valid but for the two float16 scales at the head of each."""
+    raw = generator.integers(0, 256, (rows, blocks, 144), dtype=np.uint8)
+    raw[:, :, :4] = generator.uniform(1e-3, 1e-2, (rows, blocks, 2)).astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
+
+
+def test_q4_k_keeps_its_values_to_float16(kernels) -> None:
+    raw = q4_k_rows(np.random.default_rng(4), 32, 2)
+    exact = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K)).double()
+    weight = PackedWeight.from_gguf_bytes([GgufRows("Q4_K", raw)])
+    assert torch.allclose(stored_values(weight, kernels), exact, rtol=0, atol=2.0**-10 * exact.abs().max().item())
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(5))
+    assert_product(kernels.linear(x, weight), x, exact, 0.02)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q8", "q4"])
+@pytest.mark.parametrize("rows", [1, 20])
+def test_gated_product_is_silu_of_gate_times_up(kernels, weight_format, rows) -> None:
+    generator = torch.Generator().manual_seed(6)
+    gate, up = (torch.randn(48, 64, generator=generator) / 8 for _ in range(2))
+    x = torch.randn(rows, 64, generator=generator)
+    weight = PackedWeight.from_tensor([gate, up], weight_format, gated=True)
+    separate = [kernels.linear(x, PackedWeight.from_tensor([part], weight_format)) for part in (gate, up)]
+    expected = torch.nn.functional.silu(separate[0]) * separate[1]
+    assert torch.allclose(kernels.linear(x, weight), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q8", "q4"])
+def test_deterministic_rows_do_not_depend_on_the_batch(weight_format) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight = PackedWeight.from_tensor([torch.randn(80, 192, generator=generator)], weight_format)
+    x = torch.randn(70, 192, generator=generator)
+    for isa in AVAILABLE:
+        kernels = CpuKernels(isa=isa, threads=1, deterministic=True)
+        together = kernels.linear(x, weight)
+        for start, end in ((0, 1), (3, 11), (16, 33), (69, 70)):
+            assert torch.equal(kernels.linear(x[start:end], weight), together[start:end]), (isa, start, end)
+
+
+def test_unfit_arguments_are_refused_in_one_line() -> None:
+    kernels = CpuKernels(threads=1)
+    weight = PackedWeight.from_tensor([torch.ones(16, 32)], "q8")
+    with pytest.raises(ConfigError, match="width 32"):
+        kernels.linear(torch.ones(1, 31), weight)
+    with pytest.raises(ModelError, match="one type"):
+        PackedWeight.from_gguf_bytes(
+            [GgufRows("Q4_0", np.zeros((16, 18), np.uint8)), GgufRows("Q8_0", np.zeros((16, 34), np.uint8))]
+        )
+    with pytest.raises(ModelError, match="Q6_K"):
+        PackedWeight.from_gguf_bytes([GgufRows("Q6_K", np.zeros((16, 210), np.uint8))])
+    with pytest.raises(ConfigError, match=r"cannot run|unknown"):
+        CpuKernels(isa="avx1024", threads=1)
+    with pytest.raises(ConfigError, match="cores"):
+        CpuKernels(threads=10_000)

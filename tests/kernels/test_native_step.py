@@ -1,0 +1,168 @@
+"""A whole native step against a float64 decoder of a few lines, over chunks, decodes and many rows at once.
+
+Tolerance: activations and the cache are rounded several times per layer, so logits agree to a share of their largest
+that depends on the rounding (`SHARES`); the weights are read back from their packed form and add no error.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+cpu = pytest.importorskip("pellucid.kernels.cpu")
+if cpu.native() is None:
+    pytest.skip("the native kernels are not built", allow_module_level=True)
+
+from pellucid.core.errors import ConfigError  # noqa: E402
+from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads  # noqa: E402
+from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows  # noqa: E402
+from pellucid.kernels.processors import physical_cores  # noqa: E402
+
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
+LEVELS = ("portable", "avx2", "avx512", "amx")
+AVAILABLE = LEVELS[: LEVELS.index(cpu.native().best_isa()) + 1]
+SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06}
+THREADS = min(2, len(physical_cores()))
+
+
+class TinyModel:
+    """Two layers with biases and head norms, packed in `weight_format`, and the same numbers read back as float64."""
+
+    def __init__(self, weight_format: str, isa: str = "auto", *, deterministic: bool = False) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.kernels = CpuKernels(isa=isa, threads=THREADS, deterministic=deterministic)
+
+        def matrix(*sizes: int, inputs: int, bias: bool = False, gated: bool = False) -> PackedWeight:
+            parts = [torch.randn(size, inputs, generator=generator) * inputs**-0.5 for size in sizes]
+            values = torch.randn(sum(sizes), generator=generator) * 0.1 if bias else None
+            return PackedWeight.from_tensor(parts, weight_format, bias=values, gated=gated)
+
+        def norm(size: int) -> torch.Tensor:
+            return torch.rand(size, generator=generator) + 0.5
+
+        angles = torch.arange(512)[:, None] / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
+        self.heads = RotaryHeads(HEADS, KV_HEADS, DIM, angles.cos(), angles.sin())
+        cache = torch.zeros(2, 2, 80, KV_HEADS, BLOCK, DIM, dtype=torch.bfloat16)
+        width, narrow = HEADS * DIM, KV_HEADS * DIM
+        self.layers = [
+            LayerPieces(
+                attention_norm=norm(HIDDEN),
+                qkv=matrix(width, narrow, narrow, inputs=HIDDEN, bias=True),
+                output=matrix(HIDDEN, inputs=width),
+                mlp_norm=norm(HIDDEN),
+                gate_up=matrix(INNER, INNER, inputs=HIDDEN, gated=True),
+                down=matrix(HIDDEN, inputs=INNER),
+                cache=(cache[i, 0], cache[i, 1]),
+                query_norm=norm(DIM),
+                key_norm=norm(DIM),
+            )
+            for i in range(2)
+        ]
+        self.embedding, self.head, self.norm = matrix(VOCAB, inputs=HIDDEN), matrix(VOCAB, inputs=HIDDEN), norm(HIDDEN)
+        self.decoder = CpuDecoder(
+            self.kernels, self.heads, embedding=self.embedding, head=self.head, norm=self.norm, norm_eps=1e-5,
+            layers=self.layers,
+        )  # fmt: skip
+
+    def step(self, chunks: list[tuple[np.ndarray, int, int, list[int]]]) -> torch.Tensor:
+        """Compute [start, end) of each (tokens, start, end, blocks); logits of every row."""
+        tokens, positions, slots, rows = [], [], [], []
+        table = np.zeros((len(chunks), max(len(blocks) for *_, blocks in chunks)), np.int32)
+        for i, (ids, start, end, blocks) in enumerate(chunks):
+            table[i, : len(blocks)] = blocks
+            rows.append((len(tokens), end - start, end))
+            tokens.extend(ids[start:end])
+            positions.extend(range(start, end))
+            slots.extend(blocks[p // BLOCK] * BLOCK + p % BLOCK for p in range(start, end))
+        step = StepRows(
+            np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64),
+            np.arange(len(tokens), dtype=np.int32),
+        )  # fmt: skip
+        return self.decoder.step(step, AttentionBatch(np.array(rows), table))
+
+    def stored(self, weight: PackedWeight) -> torch.Tensor:
+        values = self.kernels.embedding(torch.arange(weight.num_outputs), weight).double()
+        if weight.gated:  # undo the interleaving of blocks of 16
+            values = values.view(-1, 2, 16, values.shape[1]).transpose(0, 1).reshape(values.shape)
+        return values
+
+    def expected(self, ids: np.ndarray) -> torch.Tensor:
+        """Logits of every position, without cache or packing."""
+
+        def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            cos, sin = (t[: len(ids)].double()[:, None] for t in (self.heads.cos, self.heads.sin))
+            a, b = x.chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+        x = self.stored(self.embedding)[ids]
+        for layer in self.layers:
+            qkv = rms(x, layer.attention_norm) @ self.stored(layer.qkv).T + layer.qkv.bias.double()
+            q, k, v = qkv.view(len(ids), -1, DIM).split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            q, k = turn(rms(q, layer.query_norm)), turn(rms(k, layer.key_norm))
+            attended = F.scaled_dot_product_attention(
+                q.transpose(0, 1), k.transpose(0, 1).repeat_interleave(2, 0), v.transpose(0, 1).repeat_interleave(2, 0),
+                is_causal=True,
+            )  # fmt: skip
+            x = x + attended.transpose(0, 1).reshape(len(ids), -1) @ self.stored(layer.output).T
+            gate, up = (rms(x, layer.mlp_norm) @ self.stored(layer.gate_up).T).chunk(2, dim=1)
+            x = x + (F.silu(gate) * up) @ self.stored(layer.down).T
+        return rms(x, self.norm) @ self.stored(self.head).T
+
+
+def tokens(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, count)
+
+
+def assert_close(logits: torch.Tensor, expected: torch.Tensor, weight_format: str) -> None:
+    worst = (logits.double() - expected).abs().max() / expected.abs().max()
+    assert worst <= SHARES[weight_format]
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("weight_format", ["bf16", "q8", "q4"])
+def test_chunks_and_decodes_of_one_step(isa, weight_format) -> None:
+    model = TinyModel(weight_format, isa)
+    first, second = tokens(50, 1), tokens(23, 2)
+    blocks = [list(range(4)), list(range(10, 14))]
+    model.step([(first, 0, 49, blocks[0])])
+    model.step([(second, 0, 5, blocks[1])])
+    logits = model.step([(first, 49, 50, blocks[0]), (second, 5, 23, blocks[1])])
+    assert_close(logits[:1], model.expected(first)[49:], weight_format)
+    assert_close(logits[1:], model.expected(second)[5:], weight_format)
+
+
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q4"])
+def test_many_rows_which_each_thread_owns(weight_format) -> None:
+    """Twice, because rows that overlap in shared memory would show only if the threads happen to run apart."""
+    model = TinyModel(weight_format)
+    ids = tokens(410, 3)
+    expected = model.expected(ids)
+    for _ in range(2):
+        assert_close(model.step([(ids, 0, 410, list(range(30)))]), expected, weight_format)
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("weight_format", ["bf16", "q4"])
+def test_deterministic_logits_depend_on_the_sequence_alone(isa, weight_format) -> None:
+    ids, other = tokens(60, 4), tokens(300, 5)
+    whole = TinyModel(weight_format, isa, deterministic=True).step([(ids, 0, 60, list(range(4)))])
+    model = TinyModel(weight_format, isa, deterministic=True)
+    blocks, parts = [7, 3, 5, 1], []
+    for start, end in ((0, 1), (1, 18), (18, 59), (59, 60)):
+        logits = model.step([(other, 0, 300, list(range(20, 40))), (ids, start, end, blocks)])
+        parts.append(logits[300:])
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_phases_add_up_and_unfit_rows_are_refused() -> None:
+    model = TinyModel("bf16")
+    model.step([(tokens(4, 6), 0, 4, [0])])
+    assert all(seconds >= 0 for seconds in model.decoder.phase_seconds().values())
+    assert sum(model.decoder.phase_seconds().values()) > 0
+    with pytest.raises(ConfigError, match="positions is int64"):
+        StepRows(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32))

@@ -69,7 +69,12 @@ class EngineSettings:
     seed: int = _setting(0, "Seed of requests that bring none.")
     prefix_cache: OnOff = _setting("on", "Reuse the KV blocks of prompts and replies that begin alike.")
     chunked_prefill: OnOff = _setting("on", "Cut long prompts into steps; off computes a prompt in one step.")
-    isa: str = _setting("auto", "Instruction set of the kernels; reference is plain PyTorch.")
+    weights: Literal["auto", "bf16", "int8", "int4"] = _setting(
+        "auto", "How the native kernels hold weights; auto keeps the precision of the model's files."
+    )
+    isa: str = _setting(
+        "auto", "Kernels: auto, portable, avx2, avx512 or amx for the native ones, reference for plain PyTorch."
+    )
     input_log: Path | None = _setting(
         None, "Write every call into the scheduler to this file (JSON lines), from which the run can be replayed."
     )
@@ -84,6 +89,7 @@ class EngineSettings:
                 threads=self.threads,
                 deterministic=self.deterministic,
                 isa=self.isa,
+                weights=self.weights,
             )
         )
 

@@ -20,6 +20,7 @@ from pellucid.core.events import Finished, Preempted, TokensGenerated
 from pellucid.core.plan import BlockCopy, BlockUpdate, Chunk, NewSequence, StepPlan, Transfer
 from pellucid.core.request import Request, SamplingParams
 from pellucid.core.scheduler import Scheduler
+from pellucid.kernels import reference
 from pellucid.models.config import CacheSpec, LayerGroup
 from pellucid.runtime.config import RuntimeConfig, resolve
 from pellucid.runtime.executor import TorchExecutor, load_executor
@@ -127,6 +128,21 @@ def test_deterministic_logits_are_the_same_bits(tmp_path: Path, family: str, dty
     for other in (run(16, True), run(7, True), run(512, True), run(100, True, shared=True)):
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[key], alone[key]) for key in alone)
+
+
+def test_determinism_is_verified_not_assumed(tiny: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a product gives a row other bits in another place, the engine refuses to start."""
+    honest = reference.linear
+
+    def by_place(x: torch.Tensor, weight: reference.DenseWeight) -> torch.Tensor:
+        out = honest(x, weight)
+        out[5] += 1e-6
+        return out
+
+    monkeypatch.setattr(reference, "linear", by_place)
+    with pytest.raises(ConfigError, match=r"cannot be promised here: with 1 threads.*try --threads 1"):
+        executor_of(tiny[0], deterministic=True)
+    executor_of(tiny[0])
 
 
 def test_copies_move_a_block(tiny: tuple[Path, Any]) -> None:

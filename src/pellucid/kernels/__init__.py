@@ -103,6 +103,8 @@ def select(device: str, *, isa: str = "auto", deterministic: bool = False, needs
             return native.kernels(needs, isa=isa, deterministic=deterministic)
         if isa != "auto" or needs.weights != "auto":
             raise ConfigError(f"isa {isa}, weights {needs.weights} need the native kernels: {obstacle}")
-    elif isa not in ("auto", "reference") or (needs is not None and needs.weights != "auto"):
-        raise ConfigError(f"isa {isa} with packed weights is not available on {device}; use auto")
+    elif isa not in ("auto", "reference"):
+        raise ConfigError(f"isa {isa!r} is not available on {device}; use auto or reference")
+    elif needs is not None and needs.weights != "auto":
+        raise ConfigError(f"weights {needs.weights} need the native kernels, and isa reference keeps them out")
     return fixed_order.kernels() if deterministic else reference.kernels()

@@ -29,7 +29,7 @@ from pellucid.models.layers import DecoderWeights, Progress
 from pellucid.runtime.batch import SequenceMirror, StepBatch
 from pellucid.runtime.config import RuntimeConfig, resolve
 from pellucid.runtime.kv_store import KVStore
-from pellucid.runtime.memory import MemoryReport, resident_bytes
+from pellucid.runtime.memory import MemoryReport, resident_bytes, return_freed_memory
 from pellucid.runtime.sampler import Sampler
 
 
@@ -151,11 +151,12 @@ def load_executor(
             kernels,
             getattr(torch, config.dtype),
             device,
-            num_positions=num_blocks * config.block_size,
+            num_positions=min(model.max_context, num_blocks * config.block_size),
             progress=progress,
         )
         if config.deterministic and kernels.team is None:
             _check_determinism(decoder.weights)
+        return_freed_memory()
         return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed)
 
 

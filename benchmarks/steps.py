@@ -1,6 +1,6 @@
 """Times the executor's steps without scheduler or server: decode at several batch sizes, and a long prompt in chunks.
 
-    PYTHONPATH=src:. python benchmarks/steps.py MODEL [--dtype bfloat16] [--threads 2] [--batch 1 32] [--prompt 4000]
+    PYTHONPATH=src:. python benchmarks/steps.py MODEL [--isa reference] [--threads 2] [--batch 1 32] [--prompt 4000]
 
 Prints one line per figure, best and median (a shared machine slows single steps down by factors, so compare bests), and
 first the machine, the commit and the command that they belong to.
@@ -75,6 +75,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--isa", default="auto", help="reference: plain PyTorch")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--context", type=int, default=256)
@@ -83,7 +85,13 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    config = RuntimeConfig(dtype=args.dtype, threads=args.threads, deterministic=args.deterministic)
+    config = RuntimeConfig(
+        dtype=args.dtype,
+        threads=args.threads,
+        deterministic=args.deterministic,
+        isa=args.isa,
+        weights=args.weights,
+    )
     longest = max([args.context + args.steps + 1, args.prompt])
     num_blocks = max([*args.batch, 1]) * (-(-longest // config.block_size))
     executor = load_executor(args.model, config, num_blocks=min(num_blocks, 6000))

@@ -15,7 +15,7 @@ cpu = pytest.importorskip("pellucid.kernels.cpu")
 if cpu.native() is None:
     pytest.skip("the native kernels are not built", allow_module_level=True)
 
-from pellucid.core.errors import ConfigError  # noqa: E402
+from pellucid.core.errors import ConfigError, InvariantViolation  # noqa: E402
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads  # noqa: E402
 from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows  # noqa: E402
 from pellucid.kernels.processors import physical_cores  # noqa: E402
@@ -164,5 +164,9 @@ def test_phases_add_up_and_unfit_rows_are_refused() -> None:
     model.step([(tokens(4, 6), 0, 4, [0])])
     assert all(seconds >= 0 for seconds in model.decoder.phase_seconds().values())
     assert sum(model.decoder.phase_seconds().values()) > 0
+    with pytest.raises(InvariantViolation, match=r"token_ids .* \[0, 150\)"):
+        model.step([(np.array([VOCAB]), 0, 1, [0])])
+    with pytest.raises(InvariantViolation, match="slots"):
+        model.step([(tokens(1, 7), 0, 1, [80])])
     with pytest.raises(ConfigError, match="positions is int64"):
         StepRows(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32))

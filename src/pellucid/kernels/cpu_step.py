@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pellucid.core.errors import ConfigError
+from pellucid.core.errors import ConfigError, InvariantViolation
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache, _require_native
 
 
@@ -69,6 +69,8 @@ class CpuDecoder:
     ) -> None:
         self._kept = (kernels, heads, embedding, head, norm, layers)
         self._num_outputs = head.num_outputs
+        blocks = layers[0].cache[0].shape
+        self._bounds = (embedding.num_outputs, heads.cos.shape[0], blocks[0] * blocks[2])
         block_size = _check_cache(layers[0].cache, heads.num_kv_heads, heads.head_dim)
         hidden, inner = embedding.num_inputs, layers[0].down.num_inputs
         sizes = [hidden, heads.num_heads, heads.num_kv_heads, heads.head_dim, inner, block_size]
@@ -102,7 +104,14 @@ class CpuDecoder:
         )  # fmt: skip
 
     def step(self, rows: StepRows, batch: AttentionBatch) -> Tensor:
-        """Compute the rows, writing their keys and values to the cache. Returns logits `[R, V]`, float32."""
+        """Compute the rows, writing their keys and values to the cache. Returns logits `[R, V]`, float32.
+
+        Raises InvariantViolation for a token, position or slot that does not exist: native code would read on.
+        """
+        for name, bound in zip(("token_ids", "positions", "slots"), self._bounds):
+            values = getattr(rows, name)
+            if len(values) != len(rows.slots) or not len(values) or values.min() < 0 or values.max() >= bound:
+                raise InvariantViolation(f"{name} of a step must be one per row and lie in [0, {bound})")
         logits = torch.empty((len(rows.sample_rows), self._num_outputs), dtype=torch.float32)
         self._decoder.step(
             len(rows.token_ids), rows.token_ids.ctypes.data, rows.positions.ctypes.data, rows.slots.ctypes.data,

@@ -19,7 +19,7 @@ import torch
 
 from pellucid.core.errors import ConfigError, InvariantViolation
 from pellucid.core.plan import StepPlan, StepResult
-from pellucid.kernels import select
+from pellucid.kernels import Kernels, select
 from pellucid.kernels.cpu import PackedWeight
 from pellucid.kernels.deterministic import check_row_independence
 from pellucid.kernels.native import NativeNeeds
@@ -34,9 +34,10 @@ from pellucid.runtime.sampler import Sampler
 
 
 class TorchExecutor:
-    """Carries out plans on one device. `config` is resolved (no "auto" left)."""
+    """Carries out plans on one device. `config` is resolved (no "auto" left). `note` is for `describe`."""
 
-    def __init__(self, decoder: Decoder, config: RuntimeConfig, *, num_blocks: int, seed: int) -> None:
+    def __init__(self, decoder: Decoder, config: RuntimeConfig, *, num_blocks: int, seed: int, note: str = "") -> None:
+        self._note = note
         self.config = config
         self._decoder = decoder
         self._device = torch.device(config.device)
@@ -93,7 +94,8 @@ class TorchExecutor:
 
     def describe(self) -> str:
         """One line for the log: which kernels, which precision, how many threads."""
-        return f"{self._decoder.kernels.name}, {self.config.dtype}, {self.config.threads} threads on {self._device}"
+        name, config = self._decoder.kernels.name, self.config
+        return f"{name}, {config.dtype}, {config.threads} threads on {self._device}{self._note}"
 
     def _to_device(self, batch: StepBatch) -> DecoderInput:
         kernels, config = self._decoder.kernels, self._decoder.config
@@ -157,7 +159,14 @@ def load_executor(
         if config.deterministic and kernels.team is None:
             _check_determinism(decoder.weights)
         return_freed_memory()
-        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed)
+        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed, note=_note(kernels, config, needs))
+
+
+def _note(kernels: Kernels, config: RuntimeConfig, needs: NativeNeeds) -> str:
+    """Why the native kernels are not used, where nobody asked for that."""
+    if kernels.team is not None or config.isa == "reference":
+        return ""
+    return f" (no native kernels: {needs.obstacle(config.device)})"
 
 
 def _device(name: str) -> torch.device:

@@ -60,6 +60,16 @@ async def test_a_request_streams_its_tokens_and_ends(client):
     assert client.stats().generated_tokens == 20
 
 
+async def test_a_reader_that_lags_gets_its_tokens_in_larger_pieces(client):
+    asked = request("a", max_tokens=40)
+    stream = client.submit(asked)
+    events = [await anext(stream)]
+    await wait_until(lambda: client.stats().num_finished == 1)
+    events += [event async for event in stream]
+    assert [token for event in events[:-1] for token in event.token_ids] == generate(asked, 128)
+    assert len(events) <= 4
+
+
 async def test_many_streams_do_not_mix(client):
     asked = [request(f"r{i}", [i % 5 + 1] * (i % 7 + 1), max_tokens=10 + i % 3) for i in range(40)]
     answers = await asyncio.gather(*(tokens(client, one) for one in asked))

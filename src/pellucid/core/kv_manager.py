@@ -68,7 +68,7 @@ class KVManager:
 
     def match(self, sequence: Sequence) -> PrefixMatch:
         """The cached prefix that `sequence` could start from. It is only looked up: `attach` takes it."""
-        keys = map(sequence.key, range(self.match_limit(sequence) // self.block_size))
+        keys = sequence.first_keys(self.match_limit(sequence) // self.block_size)
         return PrefixMatch(self.tree.match(sequence.request.cache_key, keys))
 
     def can_attach(self, match: PrefixMatch, num_tokens: int, num_kept_free: int) -> bool:

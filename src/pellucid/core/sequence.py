@@ -13,8 +13,9 @@ tokens; the first `num_published` blocks of the table are in the prefix tree, un
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from enum import Enum
+from itertools import islice
 
 from pellucid.core.errors import IllegalTransition
 from pellucid.core.ledger import QUEUE, Ledger
@@ -134,12 +135,23 @@ class Sequence:
         names = self.request.block_keys
         if names is not None:
             return names[index] if index < len(names) else (self.request.id, index)
-        keys = self._keys
-        size = self.block_size
-        while len(keys) <= index:
-            start = len(keys) * size
-            keys.append(self.tokens[start : start + size].tobytes())
-        return keys[index]
+        if len(self._keys) <= index:
+            self._make_keys()
+        return self._keys[index]
+
+    def first_keys(self, count: int) -> Iterable[Hashable]:
+        """The keys of the first `count` blocks, whose tokens are all known."""
+        if self.request.block_keys is not None:
+            return map(self.key, range(count))
+        if len(self._keys) < count:
+            self._make_keys()
+        return islice(self._keys, count)
+
+    def _make_keys(self) -> None:
+        """Keys of all full blocks that have none yet, cut from one copy of the tokens: long prompts have thousands."""
+        data = self.tokens[len(self._keys) * self.block_size :].tobytes()
+        width = self.block_size * self.tokens.itemsize
+        self._keys.extend(data[i : i + width] for i in range(0, len(data) - width + 1, width))
 
     def forget_keys(self, num_kept: int) -> None:
         """Tokens from block `num_kept` on may change: their keys are made anew when asked for."""

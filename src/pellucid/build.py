@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from pellucid.engine.engine import Engine
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.sources import DEFAULT_MODEL, ModelFiles, resolve
+from pellucid.planner.quantity import parse_bytes
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.config import resolve as resolve_runtime
 from pellucid.runtime.memory import blocks_that_fit
@@ -33,15 +33,6 @@ from pellucid.text.chat_template import ChatTemplate, chat_template_from_gguf, l
 from pellucid.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 OnOff = Literal["on", "off"]
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-
-
-def parse_bytes(text: str | int) -> int:
-    """A size such as "2GiB", "512MB" or "1073741824" in bytes. Raises ConfigError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", str(text), re.IGNORECASE)
-    if match is None:
-        raise ConfigError(f"{text!r} is not a size; write a number of bytes or, for example, 2GiB or 512MB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 def _setting(default: Any, help: str, **more: Any) -> Any:

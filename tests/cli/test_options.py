@@ -6,9 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pellucid.build import EngineSettings, parse_bytes
+from pellucid.build import EngineSettings
 from pellucid.cli.options import settings_options
-from pellucid.core.errors import ConfigError
 
 seen: list[EngineSettings] = []
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -86,16 +85,3 @@ def test_a_bad_configuration_file_is_named(tmp_path, text, words):
     shown = " ".join(result.output.replace("│", " ").split())
     for word in words:
         assert word in shown
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("2GiB", 2**31), ("1.5 KiB", 1536), ("512MB", 512 * 10**6), ("7", 7), (7, 7), ("1g", 10**9)]
-)
-def test_sizes(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 PiB", "1e9", "2GiBs"])
-def test_what_is_no_size(text):
-    with pytest.raises(ConfigError, match="is not a size"):
-        parse_bytes(text)

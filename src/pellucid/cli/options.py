@@ -99,12 +99,12 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 def _usage_error(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser whose errors are reported beside the flag."""
+    """A parser whose errors are reported beside the flag. Defaults and file values come through it as well."""
 
     @functools.wraps(parse)
-    def parsed(text: str) -> Any:
+    def parsed(value: Any) -> Any:
         try:
-            return parse(text)
+            return parse(str(value))
         except PellucidError as error:
             raise typer.BadParameter(str(error)) from None
 

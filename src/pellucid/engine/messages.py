@@ -46,6 +46,8 @@ class Add(msgspec.Struct, tag=True):
 
 
 class Abort(msgspec.Struct, tag=True):
+    """End a request; nothing is answered for one that has ended."""
+
     request_id: str
 
 
@@ -75,6 +77,8 @@ class Output(msgspec.Struct, tag=True):
 
 
 class Rejected(msgspec.Struct, tag=True):
+    """The scheduler refused a request; `code` and `message` are those of RequestRejected."""
+
     request_id: str
     code: str
     message: str

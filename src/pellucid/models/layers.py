@@ -45,6 +45,8 @@ class FeedForwardWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """One layer: attention, then feed-forward, each behind its own norm."""
+
     attention: AttentionWeights
     feed_forward: FeedForwardWeights
 

@@ -12,18 +12,17 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src" / "pellucid"
 
 # Each room may import those listed (and itself). Whatever is not listed is forbidden.
-SIBLINGS = ("engine", "workload", "planner", "telemetry", "text", "cluster")
+SIBLINGS = ("engine", "workload", "planner", "telemetry", "text")
 MAY_IMPORT: dict[str, set[str]] = {
     "core": set(),
     **{room: {"core"} for room in SIBLINGS},
     "kernels": {"core"},
     "models": {"kernels", "core"},
     "runtime": {"models", "kernels", "engine", "core"},
-    "sim": {"engine", "workload", "planner", "core"},
-    "build": {"runtime", "sim", "models", "kernels", *SIBLINGS, "core"},
+    "build": {"runtime", "models", "kernels", *SIBLINGS, "core"},
     "server": {"build", "models", *SIBLINGS, "core"},
     "llm": {"build", "models", *SIBLINGS, "core"},
-    "cli": {"llm", "server", "build", "runtime", "sim", "models", *SIBLINGS, "core"},
+    "cli": {"llm", "server", "build", "runtime", "models", *SIBLINGS, "core"},
 }
 CORE_FORBIDDEN = {"time", "random", "threading", "logging", "os"}
 TORCH_ROOMS = {"runtime", "models", "kernels"}
@@ -70,7 +69,7 @@ def test_libraries_stay_where_they_belong(path):
         assert "torch" not in tops, f"torch lives in {sorted(TORCH_ROOMS)}, not in {room}"
 
 
-@pytest.mark.parametrize("room", ["core", "engine", "sim", "workload", "planner", "text", "server", "cli", "build"])
+@pytest.mark.parametrize("room", ["core", "engine", "workload", "planner", "text", "server", "cli", "build"])
 def test_importing_a_room_does_not_load_torch(room):
     code = f"""
 import importlib, pkgutil, sys

@@ -1,23 +1,23 @@
 """Servers side by side on the five named loads of `pellucid bench`, as one table of ratios.
 
-    python benchmarks/serving.py --server pellucid=http://127.0.0.1:8000 --server llama.cpp=http://127.0.0.1:8080
+    python benchmarks/serving.py --pellucid http://127.0.0.1:8000 --peer llama.cpp=http://127.0.0.1:8080
 
 The servers take turns, load by load and repeat by repeat, because a machine's speed drifts within minutes; each figure
-is the median over repeats and each ratio the median of the ratios of neighbouring runs. One server runs at a time is up
-to whoever starts them: all of them stay up here, idle ones should be idle. The first server is the one compared.
-The table names machine, commit and command, so that it can be quoted.
+is the median over repeats and each ratio the median of the ratios of neighbouring runs. All servers stay up; one at a
+time is loaded. How busy the machine is before each run, when all of them are idle, is measured and printed too, because
+a neighbour that computes spoils every figure. The table names machine, commit and command, so that it can be quoted.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,6 +28,10 @@ from pellucid.core.errors import PellucidError
 from pellucid.workload.client import LoadClient, Target
 from pellucid.workload.run import RunOptions, run_workload
 from pellucid.workload.workloads import NAMED, named_workload
+
+OURS = "Pellucid"
+IDLE_SECONDS = 1.0
+"""How long the machine is watched before each run."""
 
 
 class Figure(NamedTuple):
@@ -66,7 +70,10 @@ FIGURES = (
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--server", action="append", required=True, metavar="NAME=URL", help="repeat for each server")
+    parser.add_argument("--pellucid", required=True, metavar="URL", help="the server that is compared")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=URL", help="any OpenAI-compatible server; may be repeated"
+    )
     parser.add_argument("--model", action="append", default=[], metavar="NAME=MODEL", help="default: the first listed")
     parser.add_argument("--which", default=",".join(NAMED), help="loads, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
@@ -81,29 +88,61 @@ def _pairs(texts: list[str], option: str) -> dict[str, str]:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:
             raise PellucidError(f"{option} {text!r}: expected NAME=VALUE")
+        if name in pairs:
+            raise PellucidError(f"{option} {text!r}: {name} is named twice")
         pairs[name] = value
     return pairs
 
 
-async def _measure(target: Target, load: str) -> dict[str, Any]:
-    async with LoadClient(target) as client:
-        return (await run_workload(client, named_workload(load), RunOptions())).document
+def _servers(pellucid: str, peers: list[str]) -> dict[str, str]:
+    """Addresses by name, ours first."""
+    named = _pairs(peers, "--peer")
+    if OURS in named:
+        raise PellucidError(f"{OURS} is the name of two servers")
+    return {OURS: pellucid, **named}
 
 
-async def _all_runs(
-    targets: dict[str, Target], loads: list[str], repeats: int
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """Documents by load and server, in the order measured."""
-    runs: dict[str, dict[str, list[dict[str, Any]]]] = {load: {name: [] for name in targets} for load in loads}
-    for load in loads:
-        for repeat in range(repeats):
-            for name, target in targets.items():
-                print(f"{load}, repeat {repeat + 1} of {repeats}: {name}", file=sys.stderr)
-                document = await _measure(target, load)
-                runs[load][name].append(document)
-                if document["num_failed"]:
-                    print(f"  {document['num_failed']} failed: {document['failures']}", file=sys.stderr)
+Runs = dict[str, dict[str, list[dict[str, Any]]]]
+"""Documents by load and server, in the order measured."""
+
+
+async def _all_runs(targets: dict[str, Target], loads: list[str], repeats: int) -> Runs:
+    """Every load on every server, in turns. An interruption ends them all and keeps what was measured."""
+    runs: Runs = {load: {name: [] for name in targets} for load in loads}
+    for load, repeat, name in product(loads, range(repeats), targets):
+        print(f"{load}, repeat {repeat + 1} of {repeats}: {name}", file=sys.stderr)
+        document = await _measure(targets[name], load)
+        if document["interrupted"]:
+            print("interrupted: what follows was measured before", file=sys.stderr)
+            break
+        runs[load][name].append(document)
+        if document["num_failed"]:
+            print(f"  {document['num_failed']} failed: {document['failures']}", file=sys.stderr)
+        for reason in document["invalid_because"]:
+            print(f"  invalid: {reason}", file=sys.stderr)
     return runs
+
+
+async def _measure(target: Target, load: str) -> dict[str, Any]:
+    """One run. Its document also tells how busy the machine was just before, under `machine_busy_before`."""
+    busy = await _busy_share()
+    async with LoadClient(target) as client:
+        result = await run_workload(client, named_workload(load), RunOptions(about={"machine_busy_before": busy}))
+    return result.document
+
+
+async def _busy_share() -> float:
+    """Share of all cores' time that anything took (or the host withheld) while nothing was sent."""
+    before = _core_times()
+    await asyncio.sleep(IDLE_SECONDS)
+    total, idle = (after - start for after, start in zip(_core_times(), before))
+    return 1.0 - idle / total if total else 0.0
+
+
+def _core_times() -> tuple[int, int]:
+    """Ticks of all cores since the start of the machine: in all, and idle or waiting for a disk (proc(5))."""
+    ticks = [int(text) for text in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks), ticks[3] + ticks[4]
 
 
 async def _with_models(servers: dict[str, str], models: dict[str, str], timeout: float) -> dict[str, Target]:
@@ -117,7 +156,7 @@ async def _with_models(servers: dict[str, str], models: dict[str, str], timeout:
     return targets
 
 
-def print_table(runs: dict[str, dict[str, list[dict[str, Any]]]], names: list[str]) -> None:
+def print_table(runs: Runs, names: list[str]) -> None:
     """Markdown: a column for each server, and the first one's ratio to each other (above 1 is in its favour)."""
     first, others = names[0], names[1:]
     print("| load | figure | " + " | ".join(names) + "".join(f" | {first} : {name}" for name in others) + " |")
@@ -144,6 +183,14 @@ def _ratio(ours: list[float | None], theirs: list[float | None], more_is_better:
     return f"{median(ratios):.2f} x" if ratios else ""
 
 
+def _mood(runs: Runs) -> str:
+    """What else the machine did."""
+    shares = [d["machine_busy_before"] for load in runs.values() for documents in load.values() for d in documents]
+    if not shares:
+        return "nothing was measured"
+    return f"cores busy before each run, with all servers idle: median {median(shares):.0%}, at most {max(shares):.0%}"
+
+
 def _machine() -> str:
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
@@ -166,13 +213,16 @@ def main() -> None:
     loads = arguments.which.split(",")
     for load in loads:
         named_workload(load)
-    servers, models = _pairs(arguments.server, "--server"), _pairs(arguments.model, "--model")
+    servers, models = _servers(arguments.pellucid, arguments.peer), _pairs(arguments.model, "--model")
+    if unknown := models.keys() - servers.keys():
+        raise PellucidError(f"--model names {', '.join(sorted(unknown))}; the servers are {', '.join(servers)}")
     targets = asyncio.run(_with_models(servers, models, arguments.timeout))
     runs = asyncio.run(_all_runs(targets, loads, arguments.repeats))
     print_table(runs, list(servers))
-    print(f"\nMachine: {_machine()}. Commit: {_commit()}. Command: `{shlex.join(sys.argv)}`")
+    print(f"\n{arguments.repeats} repeats in turns; {_mood(runs)}.")
+    print(f"Machine: {_machine()}. Commit: {_commit()}. Command: `python {shlex.join(sys.argv)}`")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(json.loads(msgspec.json.encode(runs)), indent=2))
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(runs), indent=2) + b"\n")
 
 
 if __name__ == "__main__":

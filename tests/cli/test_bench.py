@@ -109,6 +109,18 @@ def test_named_loads_and_their_files(server: FakeServer, tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_runs_of_several_loads_compare_load_by_load(server: FakeServer, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run("bench", server.url, "-w", "single,prefill", "--no-warmup", "-o", tmp_path / name)
+    files = [tmp_path / f"{name}-{load}.json" for name in ("a", "b") for load in ("prefill", "single")]
+    found = json.loads(run("report", *files, "--json").stdout)
+    seen = [(c["workload"], Path(c["base"]).name, Path(c["other"]).name) for c in found["comparisons"]]
+    assert seen == [("prefill", "a-prefill.json", "b-prefill.json"), ("single", "a-single.json", "b-single.json")]
+    speed = found["comparisons"][0]["highlights"]["prompt_tokens_per_second"]
+    assert speed["ratio"] == pytest.approx(speed["other"] / speed["base"])
+    assert "prompt tokens per second" in run("report", *files).stdout
+
+
 def test_a_trace_in_closed_loop_with_ids(server: FakeServer, tmp_path: Path) -> None:
     rows = [
         TraceRequest(
@@ -283,6 +295,9 @@ def test_report_refuses_what_does_not_compare(server: FakeServer, tmp_path: Path
     )
     with pytest.raises(PellucidError, match="differ in loop"):
         run("report", tmp_path / "open.json", tmp_path / "closed.json")
+    run("bench", server.url, "-w", "single", "--no-warmup", "-o", tmp_path / "single")
+    with pytest.raises(PellucidError, match=r"only run of 'synthetic'"):
+        run("report", tmp_path / "open.json", tmp_path / "single.json")
     with pytest.raises(PellucidError, match="two or more"):
         run("report", tmp_path / "open.json")
     (tmp_path / "x.json").write_text("{}")

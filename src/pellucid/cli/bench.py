@@ -24,7 +24,7 @@ from pellucid.cli.trace import print_json
 from pellucid.core.errors import ConfigError
 from pellucid.workload.capacity import CapacitySearch, sweep_rates
 from pellucid.workload.client import BenchError, LoadClient, Target, Tokenize, server_tokenizer, single_token_words
-from pellucid.workload.compare import compare_runs, load_run
+from pellucid.workload.compare import compare_all, load_run
 from pellucid.workload.metrics import SLO, RequestRecord, parse_seconds
 from pellucid.workload.prompts import WORDS
 from pellucid.workload.run import RunOptions, RunResult, run_workload
@@ -178,15 +178,15 @@ def _refuse_idle_options(context: typer.Context, kind: str) -> None:
 
 def report(
     files: Annotated[
-        list[Path], typer.Argument(metavar="RUN.json...", help="Two or more summaries; the first is the base.")
+        list[Path],
+        typer.Argument(metavar="RUN.json...", help="Two or more summaries; the first of each load is its base."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Compare runs: ratios to the first with 95 % intervals, paired by request where both sent the same load."""
     if len(files) < 2:
         raise ConfigError("report compares two or more runs; give it two .json files written by `pellucid bench -o`")
-    runs = [load_run(file) for file in files]
-    document = {"base": str(files[0]), "comparisons": [compare_runs(runs[0], other) for other in runs[1:]]}
+    document = {"comparisons": compare_all([load_run(file) for file in files])}
     if as_json:
         print_json(document)
     else:

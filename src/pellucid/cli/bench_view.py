@@ -134,7 +134,10 @@ def print_comparison(document: dict[str, Any]) -> None:
     out = console()
     for comparison in document["comparisons"]:
         pairing = "the same requests, paired" if comparison["paired"] else "different schedules, not paired"
-        out.print(f"[bold]{escape(comparison['other'])}[/bold] against {escape(document['base'])}: {pairing}")
+        out.print(
+            f"{comparison['workload']}: [bold]{escape(comparison['other'])}[/bold] against "
+            f"{escape(comparison['base'])}: {pairing}"
+        )
         if not comparison["valid"]:
             out.print("[bold red]at least one of the runs is invalid[/bold red]")
         rows = table("", "n", "base", "other", "ratio", "95 % interval")
@@ -152,7 +155,14 @@ def print_comparison(document: dict[str, Any]) -> None:
                 rows.add_row(
                     name.replace("_", " "), "", f"{ratio['base']:,.4g}", f"{ratio['other']:,.4g}", *_ratio(ratio)
                 )
+        for name, ratio in comparison["highlights"].items():
+            show = seconds if ratio["seconds"] else _number
+            rows.add_row(name.replace("_", " "), "", show(ratio["base"]), show(ratio["other"]), *_ratio(ratio))
         out.print(rows)
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:,.4g}"
 
 
 def _ratio(value: dict[str, Any]) -> tuple[str, str]:

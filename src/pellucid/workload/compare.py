@@ -8,7 +8,7 @@ seeded. One run each says nothing about the next day: repeat, interleaved, befor
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,8 @@ def load_run(path: Path) -> Run:
         document = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         decode = msgspec.json.Decoder(RequestRecord).decode
         records = [decode(line) for line in beside.read_bytes().splitlines()]
-        document["loop"], document["workload"], document["target"]
+        for needed in ("loop", "workload", "target", "highlights"):
+            document[needed]
     except OSError as error:
         raise BenchError(
             f"cannot read {error.filename}: {error.strerror}; `pellucid bench -o` writes both files"
@@ -59,29 +60,59 @@ _METRICS: dict[str, Callable[[RequestRecord, Clocking], float | None]] = {
 }
 
 
+def compare_all(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Each run against the first one of the same workload. Raises BenchError where a run has no other to compare
+    with."""
+    by_workload: dict[str, list[Run]] = {}
+    for run in runs:
+        by_workload.setdefault(run.document["workload"], []).append(run)
+    for workload, (base, *others) in by_workload.items():
+        if not others:
+            raise BenchError(f"{base.path} is the only run of {workload!r} given; only runs of the same load compare")
+    return [compare_runs(base, other) for base, *others in by_workload.values() for other in others]
+
+
 def compare_runs(base: Run, other: Run) -> dict[str, Any]:
-    """Ratios other / base. Raises BenchError where the runs are of different workloads or loops."""
-    for key in ("workload", "loop"):
-        if base.document[key] != other.document[key]:
-            raise BenchError(
-                f"{base.path} and {other.path} differ in {key} ({base.document[key]} and {other.document[key]}); "
-                f"only runs of the same load compare"
-            )
+    """Ratios other / base. Raises BenchError where one is open loop and the other closed."""
+    if base.document["loop"] != other.document["loop"]:
+        raise BenchError(
+            f"{base.path} and {other.path} differ in loop ({base.document['loop']} and {other.document['loop']}); "
+            f"only runs of the same load compare"
+        )
     digest = base.document.get("schedule_sha256")
     paired = digest is not None and digest == other.document.get("schedule_sha256")
     clocking = Clocking(base.document["loop"] == "open")
     ratios = {name: _metric_ratio(base, other, clocking, read, paired) for name, read in _METRICS.items()}
     for name in ("output_tokens_per_second", "goodput"):
-        before, after = base.document[name], other.document[name]
-        ratios[name] = {"base": before, "other": after, "ratio": after / before if before else None}
+        ratios[name] = _plain_ratio(base.document[name], other.document[name])
     return {
+        "workload": base.document["workload"],
+        "base": base.path,
         "other": other.path,
         "base_target": base.document["target"],
         "other_target": other.document["target"],
         "paired": paired,
         "valid": bool(base.document.get("valid")) and bool(other.document.get("valid")),
         "ratios": ratios,
+        "highlights": _highlight_ratios(base.document["highlights"], other.document["highlights"]),
     }
+
+
+def _highlight_ratios(base: dict[str, Any], other: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures that the workload exists for, without intervals: a number, or percentiles of a distribution."""
+    ratios = {}
+    for name in base.keys() & other.keys():
+        before, after = base[name], other[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            for key in ("p50", "p90", "p99"):
+                ratios[f"{name} {key}"] = _plain_ratio(before.get(key), after.get(key)) | {"seconds": True}
+        else:
+            ratios[name] = _plain_ratio(before, after) | {"seconds": name.endswith("_seconds")}
+    return dict(sorted(ratios.items()))
+
+
+def _plain_ratio(base: float | None, other: float | None) -> dict[str, Any]:
+    return {"base": base, "other": other, "ratio": other / base if base and other is not None else None}
 
 
 def _metric_ratio(

@@ -121,6 +121,19 @@ def test_runs_of_several_loads_compare_load_by_load(server: FakeServer, tmp_path
     assert "prompt tokens per second" in run("report", *files).stdout
 
 
+def test_the_page_shows_what_a_load_is_for_and_what_failed(server: FakeServer, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    page = tmp_path / "page.html"
+    server.fail = "status"
+    try:
+        run("bench", server.url, "-w", "prefill", "--no-warmup", "--html", page)
+    finally:
+        server.fail = ""
+    head = page.read_text().split("<body>")[1].split("<h2>Figures")[0]
+    assert "3 failed (http-503)" in head
+    assert "prompt tokens per second: 0.00" in head
+
+
 def test_a_trace_in_closed_loop_with_ids(server: FakeServer, tmp_path: Path) -> None:
     rows = [
         TraceRequest(

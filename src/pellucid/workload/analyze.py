@@ -466,14 +466,14 @@ def _histogram(values: Ints) -> dict[str, list[float]]:
     top = max(2.0, float(values.max()))
     edges = np.unique(np.geomspace(1, top + 1, 60).astype(np.int64))
     counts, edges = np.histogram(values, bins=edges)
-    return {"tokens": edges[:-1].tolist(), "num_requests": counts.tolist()}
+    return {"edges": edges.tolist(), "num_requests": counts.tolist()}
 
 
 def _distance_histogram(accesses: prefix.Accesses, block_size: int) -> dict[str, list[float]]:
     distances = prefix.reuse_distances(accesses)
     again = distances[distances >= 0] / accesses.rate * block_size
     if not len(again):
-        return {"tokens": [], "share": []}
+        return {"edges": [], "share": []}
     edges = np.geomspace(max(1, block_size), max(again.max(), block_size) * 1.01, 60)
     counts, edges = np.histogram(np.maximum(again, edges[0]), bins=edges)
-    return {"tokens": edges[:-1].tolist(), "share": (counts / len(distances)).tolist()}
+    return {"edges": edges.tolist(), "share": (counts / len(distances)).tolist()}

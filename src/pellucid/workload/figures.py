@@ -55,6 +55,11 @@ def _line(figure: Any, name: str, x: Sequence[float], y: Sequence[float], colour
     figure.add_trace(go.Scatter(x=list(x), y=list(y), name=name, mode="lines", line=colours, **more))
 
 
+def _steps(figure: Any, name: str, edges: Sequence[float], heights: Sequence[float], colour: int) -> None:
+    """A histogram as a line; there is one edge more than heights."""
+    _line(figure, name, edges, [*heights, *heights[-1:]], colour, line_shape="hv")
+
+
 def _thin(values: Sequence[float]) -> list[float]:
     """At most a few thousand of the values, evenly picked from the sorted list."""
     ordered = sorted(values)
@@ -64,12 +69,14 @@ def _thin(values: Sequence[float]) -> list[float]:
 
 
 def cdf(title: str, unit: str, series: dict[str, Sequence[float]]) -> Any:
-    """Cumulative distributions, one line a series, on a logarithmic axis."""
+    """Cumulative distributions as steps, one line a series, on a logarithmic axis."""
     figure = _figure(title, unit, "share at or below", xaxis_type="log")
     for number, (name, values) in enumerate(series.items()):
         ordered = _thin([value for value in values if value > 0])
         if ordered:
-            _line(figure, f"{name} (n {len(values):,})", ordered, np.linspace(0, 1, len(ordered)).tolist(), number)
+            shares = (np.arange(1, len(ordered) + 1) / len(ordered)).tolist()
+            label = f"{name} (n {len(values):,})"
+            _line(figure, label, [ordered[0], *ordered], [0.0, *shares], number, line_shape="hv")
     return figure
 
 
@@ -77,14 +84,14 @@ def analysis_figures(document: dict[str, Any], figures: dict[str, Any]) -> list[
     """The five figures of an analysis: lengths, arrivals, reuse distance, capacity curve, ladder."""
     lengths = _figure("Lengths", "tokens", "requests", xaxis_type="log")
     for number, side in enumerate(("inputs", "outputs")):
-        _line(lengths, side, figures[side]["tokens"], figures[side]["num_requests"], number, line_shape="hv")
+        _steps(lengths, side, figures[side]["edges"], figures[side]["num_requests"], number)
     arrivals = _figure("Arrivals", "seconds", "requests a second")
     _line(arrivals, "rate", figures["times"]["seconds"], figures["times"]["requests_per_second"], 0)
     made = [lengths, arrivals]
     if document["prefix"]["curve"]:
         distance = figures["reuse_distance"]
         reuse = _figure("Reuse distance", "distinct tokens since the last use", "share of block uses", xaxis_type="log")
-        _line(reuse, "uses", distance["tokens"], distance["share"], 0, line_shape="hv")
+        _steps(reuse, "uses", distance["edges"], distance["share"], 0)
         made += [reuse, _capacity(document["prefix"])]
     if "ladder" in document:
         made.append(_ladder(document))

@@ -6,7 +6,7 @@ plotly's script is written into the page once. All text that comes from files or
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ table { border-collapse: collapse; } td, th { padding: .2rem .8rem .2rem 0; text
 td:first-child, th:first-child { text-align: left; } th { font-weight: 500; opacity: .7; }
 .headline { display: flex; gap: 2.5rem; flex-wrap: wrap; } .headline b { display: block; font-size: 1.6rem; }
 .bad { color: #b91c1c; font-weight: 600; } .figure { background: #fff; border-radius: 6px; margin: 1rem 0; }
+.note { opacity: .7; font-size: .9rem; }
+summary { cursor: pointer; font-size: 1.1rem; font-weight: 600; margin-top: 2rem; }
 pre { overflow-x: auto; white-space: pre-wrap; font-size: 12px; opacity: .85; }
 """
 
@@ -37,10 +39,27 @@ _DISTRIBUTIONS = (
 )
 
 
+_FIGURE = {"displaylogo": False, "responsive": True}
+
+
 def write_analysis(path: Path, document: dict[str, Any], figures: dict[str, Any]) -> None:
     """The page of `trace analyze`. Raises PellucidError where plotly is absent or the path cannot be written."""
     made = analysis_figures(document, figures)
-    _write(path, f"Trace {document['trace']}", "", made, document)
+    _write(path, f"Trace {document['trace']}", _analysis_head(document), made, document)
+
+
+def _analysis_head(document: dict[str, Any]) -> str:
+    lengths, reuse = document["lengths"], document["prefix"]
+    facts = [
+        ("requests", f"{document['num_requests']:,}"),
+        ("input tokens p50 / p99", f"{lengths['input']['p50']:,.0f} / {lengths['input']['p99']:,.0f}"),
+        ("output tokens p50 / p99", f"{lengths['output']['p50']:,.0f} / {lengths['output']['p99']:,.0f}"),
+    ]
+    if reuse["curve"]:
+        facts.append(("tokens shared, no memory limit", f"{reuse['token_hit_infinite']:.1%}"))
+    if "num_devices" in document:
+        facts.append((f"least {document['hardware']} for {document['model']}", f"{document['num_devices']:,}"))
+    return _headline(facts)
 
 
 def write_run(path: Path, document: dict[str, Any], records: Sequence[RequestRecord]) -> None:
@@ -52,6 +71,9 @@ def write_run(path: Path, document: dict[str, Any], records: Sequence[RequestRec
 
 def _run_head(document: dict[str, Any]) -> str:
     verdict = "".join(f'<p class="bad">invalid: {html.escape(reason)}</p>' for reason in document["invalid_because"])
+    for status, failure in document["failures"].items():
+        told = f"{failure['num_requests']:,} failed ({status}), such as: {failure['example']}"
+        verdict += f'<p class="bad">{html.escape(told)}</p>'
     golden = (
         ("TTFT p50 / p99", _pair(document["ttft"])),
         ("ITL p50 / p99", _pair(document["itl"])),
@@ -59,10 +81,29 @@ def _run_head(document: dict[str, Any]) -> str:
         ("output tokens/s", f"{document['output_tokens_per_second']:,.1f}"),
         ("goodput, requests/s", f"{document['goodput']:,.3g} ({document['attainment'] or 0:.1%} of offered)"),
     )
-    cells = "".join(f"<div>{html.escape(name)}<b>{html.escape(value)}</b></div>" for name, value in golden)
-    rows = "".join(_distribution_row(name, document[key]) for key, name in _DISTRIBUTIONS)
-    heads = "".join(f"<th>{name}</th>" for name in ("seconds", "n", "p50", "p90", "p99", "max", "mean"))
-    return f'{verdict}<div class="headline">{cells}</div><h2>Distributions</h2><table><tr>{heads}</tr>{rows}</table>'
+    highlights = {name.replace("_", " "): value for name, value in document["highlights"].items()}
+    tables = (
+        _table("Distributions", [(name, document[key]) for key, name in _DISTRIBUTIONS]),
+        _table("What this load is for", [item for item in highlights.items() if isinstance(item[1], Summary)]),
+    )
+    numbers = (f"{name}: {value:,.2f}" for name, value in highlights.items() if isinstance(value, float))
+    return verdict + _headline(golden) + "".join(tables) + "".join(f"<p>{html.escape(text)}</p>" for text in numbers)
+
+
+def _headline(facts: Iterable[tuple[str, str]]) -> str:
+    cells = "".join(f"<div>{html.escape(name)}<b>{html.escape(value)}</b></div>" for name, value in facts)
+    return f'<div class="headline">{cells}</div>'
+
+
+def _table(title: str, distributions: Sequence[tuple[str, Summary]]) -> str:
+    """The distributions that have values, with a note where a percentile has too few of them."""
+    rows = "".join(_distribution_row(name, summary) for name, summary in distributions if summary.n)
+    if not rows:
+        return ""
+    heads = "".join(f"<th>{name}</th>" for name in ("", "n", "p50", "p90", "p99", "max", "mean"))
+    low = any(summary.low_n for _, summary in distributions)
+    note = '<p class="note">* too few values behind this percentile</p>' if low else ""
+    return f"<h2>{title}</h2><table><tr>{heads}</tr>{rows}</table>{note}"
 
 
 def _pair(summary: Summary) -> str:
@@ -86,14 +127,13 @@ def _distribution_row(name: str, summary: Summary) -> str:
 
 
 def _write(path: Path, title: str, head: str, figures: Sequence[Any], document: dict[str, Any]) -> None:
-    parts = [figure.to_html(full_html=False, include_plotlyjs=False) for figure in figures]
+    parts = [figure.to_html(full_html=False, include_plotlyjs=False, config=_FIGURE) for figure in figures]
     numbers = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
     body = "".join(f'<div class="figure">{part}</div>' for part in parts)
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><script>{plotly_script()}</script></head>"
         f"<body><h1>{html.escape(title)}</h1>{head}<h2>Figures</h2>{body}"
-        f"<h2>All numbers</h2><p>* too few values behind this percentile</p><pre>{html.escape(numbers)}</pre>"
-        "</body></html>"
+        f"<details><summary>All numbers</summary><pre>{html.escape(numbers)}</pre></details></body></html>"
     )
     path.write_text(page, encoding="utf-8")

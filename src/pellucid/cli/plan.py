@@ -31,6 +31,7 @@ from pellucid.planner.plot import write_plot
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.quantity import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 from pellucid.planner.shape import ModelShape
+from pellucid.runtime.machine import available_bytes
 
 THIS_MACHINE = "this-machine"
 
@@ -213,11 +214,11 @@ def choose_device(hardware: str | None, given: Overrides) -> Device:
 
 
 def free_memory() -> int:
-    """Bytes that a new process could use without swapping (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not say how much memory is free; pass --memory")
+    """Bytes that a new process could use without swapping. Raises ConfigError where the system does not say."""
+    free = available_bytes()
+    if free is None:
+        raise ConfigError("this system does not say how much memory is free; pass --memory")
+    return free
 
 
 def _device(name: str) -> Device:

@@ -57,5 +57,5 @@ def test_plain_pytorch_takes_the_place_of_native_loops() -> None:
 
 
 def test_a_level_that_cannot_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="native kernels|unknown instruction level"):
+    with pytest.raises(ConfigError, match=r"native kernels|unknown instruction level"):
         measure.measure_machine(seconds_each=0.0, isa="sse9", whole=False)

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pellucid.runtime.step_timing import standard_batches, time_steps
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)
+PROMPTS = (128, 512, 2048, 4000, 8192)
 STEPS = 12  # timed decode steps a point
 
 
@@ -61,16 +63,19 @@ def main() -> None:
         sys.exit(
             f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`"
         )
-    settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(BATCHES))
+    settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(arguments.batches))
     model = load_model(arguments.model)
     engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), _report)
     if arguments.fresh:
         batches = [b for b in standard_batches(model.config.max_context) if b.num_blocks(16) <= _num_blocks(engine)]
         profile = with_timings(profile, shape, time_steps(engine.executor, batches, block_size=16, limit_seconds=60.0))
     roofline = Roofline(shape, profile.device())
-    longest = min(model.config.max_context, max(CONTEXTS)) - STEPS - 2
+    longest = model.config.max_context - STEPS - 2
     vocab = model.config.vocab_size
-    print(f"{profile.machine}; profile of {profile.measured_at}; commit {_commit()}; {time.strftime('%Y-%m-%d')}")
+    rates = "kernels timed in this run" if arguments.fresh else f"profile of {profile.measured_at}"
+    load = f"load {os.getloadavg()[0]:.1f}"
+    print(f"{profile.machine}; {rates}; commit {_commit()}; {time.strftime('%Y-%m-%d %H:%M')}; {load}")
+    print(shlex.join(["python", *sys.argv]))
     print(f"{engine.description}")
     print("stage    batch  context   predicted    measured  ratio       floor  bound by")
     points = []
@@ -93,16 +98,16 @@ def _points(
     rng = random.Random(0)
     budget = engine.scheduler.config.token_budget
     _prompts(engine, rng, vocab, 1, 64)  # first use of everything
-    for context in CONTEXTS:
-        length = min(context, longest)
+    for prompt in arguments.prompts:
+        length = min(prompt, longest)
         seconds = statistics.median(_prompts(engine, rng, vocab, 1, length)[0] for _ in range(arguments.repeats))
         floor = sum(roofline.floor_seconds(s) for s in chunks(length, 0, budget))
         predicted = roofline.prefill_seconds(length, chunk=budget)
         binding = roofline.cost(chunks(length, 0, budget)[-1]).binding
         yield Point("prefill", 1, length, predicted, floor, seconds, binding)
-    for context in CONTEXTS:
+    for context in arguments.contexts:
         length = min(context, longest)
-        for batch in BATCHES:
+        for batch in arguments.batches:
             if batch * length > arguments.max_tokens:
                 _report(f"left out: {batch} x {length} tokens (over --max-tokens {arguments.max_tokens})")
                 continue
@@ -145,6 +150,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="time the kernels in this run, before the points")
     parser.add_argument("--kv-memory", type=int, default=2**30)
     parser.add_argument("--max-tokens", type=int, default=16_384)
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="of decode steps")
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="of decode steps")
+    parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="lengths of prefills")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
     return parser.parse_args()

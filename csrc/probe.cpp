@@ -35,8 +35,9 @@ void repeat(Team& team, double seconds, std::atomic<int64_t>* amount, std::atomi
   do {
     team.barrier();
     if (team.rank == 0) amount->store(0);
-    team.barrier();
+    // Before the barrier: a thread that is held up behind it would else start its clock when others have done their share.
     const double began = now_seconds();
+    team.barrier();
     amount->fetch_add(work());
     team.barrier();
     if (team.rank == 0) {

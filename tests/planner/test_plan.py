@@ -76,7 +76,7 @@ def test_chunks_read_the_weights_again() -> None:
 
 @pytest.mark.parametrize("context", [128, 1024, 8192])
 def test_the_batch_where_compute_binds_is_the_first(context: int) -> None:
-    answer = plan(context=context)
+    answer = plan(prompt=64, context=context)
     batch = answer.compute_bound_from
     if batch is None:
         cost = answer.roofline.cost(decode(1 << 20, context))

@@ -131,7 +131,7 @@ def test_kv_tokens_of_a_measured_card() -> None:
 
 def test_swap_against_recompute_of_an_8b_on_pcie_5() -> None:
     device = device_by_name("h100").override(Overrides(link=50e9))
-    plan = Plan(Scenario(shape_by_name("llama-3.1-8b"), device, context=64, chunk=64))
+    plan = Plan(Scenario(shape_by_name("llama-3.1-8b"), device, prompt=32, context=64))
     shape = plan.shape
     assert shape.linear_flops(1) / 989e12 == pytest.approx(14.1e-6, rel=0.005)
     choice = plan.swap_or_recompute

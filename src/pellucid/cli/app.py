@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "plan:plan",
     "fit": "plan:fit",
     "measure": "measure:measure",
+    "doctor": "doctor:doctor",
     "bench": "bench:bench",
     "report": "bench:report",
     "trace": "trace:app",

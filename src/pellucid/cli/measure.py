@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +27,7 @@ from pellucid.models.sources import DEFAULT_MODEL
 from pellucid.planner.hardware import Overheads
 from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
-from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
+from pellucid.planner.quantity import format_flops, format_rate, format_seconds
 from pellucid.planner.shape import ModelShape
 from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
 
@@ -45,7 +45,7 @@ def measure(
 ) -> None:
     """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
     path = output or default_path(os.environ)
-    # As build.py does for the engine; OpenMP reads it when PyTorch is loaded, which the machine's part does first.
+    # As build.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
@@ -66,16 +66,8 @@ def print_profile(profile: MachineProfile) -> None:
     console = Console(highlight=False)
     console.print(f"[bold]{profile.machine}[/bold], measured {profile.measured_at}")
     table = Table(box=None, show_header=False, padding=(0, 2))
-    for read in profile.read_bandwidth:
-        label = f"read, {read.threads} thread(s), {format_bytes(read.size_bytes)}"
-        table.add_row(label, format_rate(read.rate), f"± {read.spread:.0%}")
-    for peak in profile.matrix_peak:
-        table.add_row(
-            f"{peak.format} products, {peak.implementation}", format_flops(peak.rate, "FLOP/s"), f"± {peak.spread:.0%}"
-        )
-    for label, rate in (("memory copy", profile.host_copy), ("disk read", profile.disk_read)):
-        if rate is not None:
-            table.add_row(label, format_rate(rate.rate), f"± {rate.spread:.0%}")
+    for label, rate, spread in machine_rates(profile):
+        table.add_row(label, rate, f"± {spread:.0%}")
     for linear in profile.linear:
         label = f"engine, {linear.part} in {linear.weights}, {linear.num_rows} row(s)"
         table.add_row(label, f"{format_seconds(linear.seconds_per_param * 1e6)} per million", f"± {linear.spread:.0%}")
@@ -83,6 +75,18 @@ def print_profile(profile: MachineProfile) -> None:
         rates = f"{format_flops(attention.flops, 'FLOP/s')}, {format_rate(attention.read_bytes)}"
         table.add_row(f"engine, attention over {attention.cache}", rates, f"± {attention.spread:.0%}")
     console.print(table)
+
+
+def machine_rates(profile: MachineProfile) -> Iterator[tuple[str, str, float]]:
+    """The rates of the machine itself: what was measured, how fast it is, and the relative spread."""
+    for read in profile.read_bandwidth:
+        threads = "1 thread" if read.threads == 1 else f"{read.threads} threads"
+        yield f"read, {threads}, {read.size_bytes >> 20} MiB", format_rate(read.rate), read.spread
+    for peak in profile.matrix_peak:
+        yield f"{peak.format} products, {peak.implementation}", format_flops(peak.rate, "FLOP/s"), peak.spread
+    for label, rate in (("memory copy", profile.host_copy), ("disk read", profile.disk_read)):
+        if rate is not None:
+            yield label, format_rate(rate.rate), rate.spread
 
 
 def _machine(bar: Progress) -> MachineProfile:

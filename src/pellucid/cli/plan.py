@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -31,6 +31,7 @@ from pellucid.planner.plot import write_plot
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.quantity import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 from pellucid.planner.shape import ModelShape
+from pellucid.runtime.machine import available_bytes
 
 THIS_MACHINE = "this-machine"
 
@@ -90,6 +91,8 @@ def plan(
     list_names: Annotated[bool, typer.Option("--list", help="Print the names of models and devices.")] = False,
 ) -> None:
     """What a model costs on a device: memory, time, ceilings. Every figure with its formula under --explain."""
+    views = {"--list": list_names, "--compare": compare_with, "--stages": stages, "--json": as_json}
+    _check_views({**views, "--explain": explain, "--hardware": hardware, "--plot": plot, "--users": users})
     if list_names:
         plan_view.print_names(named_shapes(), devices())
         return
@@ -113,7 +116,7 @@ def plan(
         context=optional("--context", context, parse_count),
         concurrency=concurrency,
         prefix_hit=prefix_hit,
-        chunk=chunk or (512 if chosen[0].kernels else None),
+        chunk=512 if chunk is None and chosen[0].kernels else chunk,
         slo_ttft_seconds=optional("--slo-ttft", slo_ttft, parse_seconds),
         slo_itl_seconds=optional("--slo-itl", slo_itl, parse_seconds),
         batching=Batching(memory_fraction=memory_fraction),
@@ -213,11 +216,11 @@ def choose_device(hardware: str | None, given: Overrides) -> Device:
 
 
 def free_memory() -> int:
-    """Bytes that a new process could use without swapping (MemAvailable)."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not say how much memory is free; pass --memory")
+    """Bytes that a new process could use without swapping. Raises ConfigError where the system does not say."""
+    free = available_bytes()
+    if free is None:
+        raise ConfigError("this system does not say how much memory is free; pass --memory")
+    return free
 
 
 def _device(name: str) -> Device:
@@ -258,6 +261,24 @@ def _is_device(word: str) -> bool:
         return word == THIS_MACHINE or bool(_device(word))
     except ConfigError:
         return False
+
+
+# A view, and what it has no place for.
+_APART = {
+    "--list": ("--json",),
+    "--compare": ("--hardware", "--stages", "--explain", "--plot", "--users"),
+    "--stages": ("--explain", "--users", "--json"),
+    "--json": ("--explain",),
+}
+
+
+def _check_views(given: Mapping[str, object]) -> None:
+    """Refuse an option that the chosen view would ignore. `given`: option -> its value, None or False where absent."""
+    used = {option for option, value in given.items() if value not in (None, False)}
+    for view, others in _APART.items():
+        for other in others:
+            if {view, other} <= used:
+                raise ConfigError(f"{view} has no place for {other}; ask for them one after the other")
 
 
 def _needed(model: str | None) -> str:

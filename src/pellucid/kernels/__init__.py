@@ -95,9 +95,10 @@ def select(device: str, *, isa: str = "auto", deterministic: bool = False, needs
 
     if needs is not None and isa != "reference":
         from pellucid.kernels import native
+        from pellucid.kernels.processors import LEVELS
 
-        if isa not in ("auto", *native.LEVELS):
-            raise ConfigError(f"isa is {isa!r}; use auto, reference, or one of {', '.join(native.LEVELS)}")
+        if isa not in ("auto", *LEVELS):
+            raise ConfigError(f"isa is {isa!r}; use auto, reference, or one of {', '.join(LEVELS)}")
         obstacle = needs.obstacle(device)
         if obstacle is None:
             return native.kernels(needs, isa=isa, deterministic=deterministic)

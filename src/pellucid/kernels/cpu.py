@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
-from pellucid.kernels.processors import physical_cores
+from pellucid.kernels.processors import native, physical_cores
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 WeightFormat = Literal["bf16", "int8", "q8", "q4"]
@@ -41,14 +39,6 @@ MAX_HEAD_DIM = 256
 GGUF_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
 _GGUF_FORMATS = {"Q4_0": "q4", "Q4_1": "q4_min", "Q8_0": "q8", "Q4_K": "q4_min"}
 _GGUF_ROW_UNITS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144)}
-
-
-def native() -> ModuleType | None:
-    """The compiled module, or None where Pellucid was installed without it."""
-    try:
-        return import_module("pellucid.kernels._native")
-    except ImportError:
-        return None
 
 
 def _require_native() -> Any:

@@ -1,82 +1,61 @@
-"""The machine's limits, measured: what every efficiency of the kernels is a share of. No torch.
+"""The native part of the machine probe: loops that do nothing but read, copy, multiply or wait. No torch.
 
-Rates are the best seen in a short time, because on a shared machine a mean measures the neighbours; even so they move
-by tens of per cent within seconds, so a figure belongs beside a probe taken in the same run.
+Each figure is the best rate within a short time, because on a shared machine a mean measures the neighbours. Even so it
+moves by tens of per cent within seconds: a figure belongs beside a probe taken in the same run, and its spread is had
+by asking several times (`runtime/measure.py` does).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from pellucid.core.errors import ConfigError
-from pellucid.kernels.processors import physical_cores
+from pellucid.kernels.processors import native, physical_cores
 
-# Working sets: within the second-level cache, within a large third level, and beyond caches.
-READ_SIZES_BYTES = (1 << 20, 16 << 20, 128 << 20, 512 << 20)
-
-
-@dataclass(frozen=True, slots=True)
-class MachineLimits:
-    """Rates of `num_threads` threads at instruction level `isa`.
-
-    `read_bytes_per_second` is by size of the working set in bytes. Operation rates count a multiply and an add as two;
-    `int8` and `bfloat16` are the tiles' and 0 without them.
-    """
-
-    isa: str
-    num_threads: int
-    read_bytes_per_second: dict[int, float]
-    copy_bytes_per_second: float
-    float32_ops_per_second: float
-    bfloat16_ops_per_second: float
-    int8_ops_per_second: float
-    barrier_seconds: float
-
-    @property
-    def memory_bytes_per_second(self) -> float:
-        """Reading rate of the largest working set measured."""
-        return self.read_bytes_per_second[max(self.read_bytes_per_second)]
-
-    def lines(self) -> list[str]:
-        """The figures for people, one per line."""
-        reads = ", ".join(f"{size >> 20} MiB {rate / 1e9:.1f}" for size, rate in self.read_bytes_per_second.items())
-        return [
-            f"kernels: {self.isa}, {self.num_threads} threads, a barrier takes {self.barrier_seconds * 1e6:.2f} us",
-            f"reading, GB/s by working set: {reads}; copying {self.copy_bytes_per_second / 1e9:.1f} GB/s",
-            f"arithmetic, Top/s: float32 {self.float32_ops_per_second / 1e12:.2f}, "
-            f"bfloat16 tiles {self.bfloat16_ops_per_second / 1e12:.2f}, "
-            f"int8 tiles {self.int8_ops_per_second / 1e12:.2f}",
-        ]
+_SPIN_SECONDS = 0.0005
+_MULTIPLICATIONS = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
 
 
-def measure(*, isa: str = "auto", threads: int = 0, seconds: float = 0.15) -> MachineLimits:
-    """Measure for about `seconds` per rate, on all physical cores or `threads` of them.
+class NativeLimits:
+    """The native loops at one instruction level, on `threads` of the physical cores (0: on all).
 
     Raises ConfigError where the native kernels are not installed, for an unknown level, or for too many threads.
     """
-    cores = physical_cores()
-    if not 0 <= threads <= len(cores):
-        raise ConfigError(f"threads is {threads}, but this process may use {len(cores)} cores")
-    try:
-        native: Any = import_module("pellucid.kernels._native")
-        cpu = native.Cpu(isa, cores[: threads or len(cores)], 0.0005, False)
-    except ImportError:
-        raise ConfigError("measuring needs the native kernels; reinstall where a C++20 compiler is") from None
-    except ValueError as error:
-        raise ConfigError(f"isa: {error}") from None
 
-    def rate(what: str, num_bytes: int = 0) -> float:
-        return float(cpu.probe(what, num_bytes, seconds))
+    def __init__(self, *, isa: str = "auto", threads: int = 0) -> None:
+        cores = physical_cores()
+        if not 0 <= threads <= len(cores):
+            raise ConfigError(f"threads is {threads}, but this process may use {len(cores)} cores")
+        module: Any = native()
+        if module is None:
+            raise ConfigError("measuring needs the native kernels; reinstall where a C++20 compiler is")
+        try:
+            self._cpu = module.Cpu(isa, cores[: threads or len(cores)], _SPIN_SECONDS, False)
+        except ValueError as error:
+            raise ConfigError(f"isa: {error}") from None
 
-    return MachineLimits(
-        isa=str(cpu.isa),
-        num_threads=int(cpu.num_threads),
-        read_bytes_per_second={size: rate("read", size) for size in READ_SIZES_BYTES},
-        copy_bytes_per_second=rate("copy", READ_SIZES_BYTES[2]),
-        float32_ops_per_second=rate("f32"),
-        bfloat16_ops_per_second=rate("bf16"),
-        int8_ops_per_second=rate("int8"),
-        barrier_seconds=1.0 / rate("barrier"),
-    )
+    @property
+    def isa(self) -> str:
+        """The instruction level in use."""
+        return str(self._cpu.isa)
+
+    @property
+    def num_threads(self) -> int:
+        return int(self._cpu.num_threads)
+
+    def read(self, num_bytes: int, *, seconds: float) -> float:
+        """Bytes/s of reading a working set of `num_bytes` over and over."""
+        return float(self._cpu.probe("read", num_bytes, seconds))
+
+    def copy(self, num_bytes: int, *, seconds: float) -> float:
+        """Bytes/s copied within memory."""
+        return float(self._cpu.probe("copy", num_bytes, seconds))
+
+    def multiply(self, number_format: str, *, seconds: float) -> float | None:
+        """FLOP/s of "fp32", "bf16" or "int8" (a multiply and an add are two), operands in registers. The last two are
+        the tiles'; None where the level has none."""
+        return float(self._cpu.probe(_MULTIPLICATIONS[number_format], 0, seconds)) or None
+
+    def barrier_seconds(self, *, seconds: float) -> float:
+        """How long the threads take to wait for each other once."""
+        return 1.0 / float(self._cpu.probe("barrier", 0, seconds))

@@ -19,9 +19,9 @@ from pellucid.core.errors import ConfigError
 from pellucid.kernels import Kernels, StoredTensor, cpu, reference
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, GgufRows, PackedWeight, WeightFormat
 from pellucid.kernels.layout import BatchLayout
+from pellucid.kernels.processors import native
 
 Weights = Literal["auto", "bf16", "int8", "int4"]
-LEVELS = ("portable", "avx2", "avx512", "amx")
 _FORMATS: dict[str, WeightFormat] = {"bf16": "bf16", "int8": "q8", "int4": "q4"}
 _FLOATS = ("F32", "F16", "BF16")
 
@@ -42,7 +42,7 @@ class NativeNeeds:
         """Why the native kernels cannot serve this, in one phrase; None if they can."""
         if device != "cpu":
             return f"they run on the cpu, not on {device}"
-        if cpu.native() is None:
+        if native() is None:
             return "they were not built on installation (a C++20 compiler or the Python headers were missing)"
         if self.dtype != "bfloat16":
             return f"they compute in bfloat16, not in {self.dtype}"

@@ -51,10 +51,17 @@ def fit_serve(
 ) -> Advice:
     """Advice for serving `model` within `host.memory`, or with `kv_bytes` of cache whatever the rest takes.
     Raises ConfigError where the memory does not even hold the weights, or the cache not one sequence of `context`."""
+    if context is not None and context < 1:
+        raise ConfigError(f"--context is {context}; it must be at least 1")
     batching = Batching(token_budget=_TOKEN_BUDGET, max_running=_MAX_RUNNING, memory_fraction=1.0)
     memory = plan_memory(shape, host, batching=batching)
     room = memory.kv_bytes if kv_bytes is None else float(kv_bytes)
     block = batching.block_size
+    if kv_bytes is not None and kv_bytes < shape.kv_bytes(block):
+        raise ConfigError(
+            f"--kv-memory is {format_bytes(kv_bytes)}, and one block of {block} tokens takes "
+            f"{format_bytes(shape.kv_bytes(block))}; give more"
+        )
     if room < shape.kv_bytes(block):
         terms = ", ".join(f"{t.name} {format_bytes(t.num_bytes)}" for t in memory.terms)
         total = format_bytes(memory.total_bytes)

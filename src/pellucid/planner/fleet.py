@@ -33,7 +33,7 @@ class Demand:
             raise ConfigError(f"--users is {self.users}; it must be at least 1")
         if self.think_seconds < 0:
             raise ConfigError(f"--think-time is {self.think_seconds}; it cannot be negative")
-        if self.price_per_hour is not None and self.price_per_hour <= 0:
+        if self.price_per_hour is not None and not 0 < self.price_per_hour < math.inf:
             raise ConfigError(f"--price-per-hour is {self.price_per_hour}; it must be more than 0")
 
 

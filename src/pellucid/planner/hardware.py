@@ -32,12 +32,18 @@ _RATED_FORMATS = ("bf16", "fp16", "fp32", "fp8", "int8", "fp4")
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Figures that a user states himself: FLOP/s, bytes/s, bytes, bytes/s."""
+    """Figures that a user states himself: FLOP/s, bytes/s, bytes, bytes/s. Raises ConfigError for one that is 0."""
 
     flops: float | None = None
     bandwidth: float | None = None
     memory: int | None = None
     link: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "bandwidth", "memory", "link"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"--{name} is {value:g}; it must be more than 0")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import tomllib
 from importlib.resources import files
 from typing import Any
 
-from pellucid.core.errors import ModelError
+from pellucid.core.errors import ConfigError, ModelError
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.formats import number_format
 from pellucid.planner.quantity import format_count
@@ -37,7 +37,10 @@ def shape_by_name(name: str) -> ModelShape:
 
 
 def bare_shape(num_params: int, number_format_name: str = "bf16") -> ModelShape:
-    """A model of which only the number of parameters is known. Attention and cache figures are then absent."""
+    """A model of which only the number of parameters is known. Attention and cache figures are then absent.
+    Raises ConfigError for a model without parameters."""
+    if num_params < 1:
+        raise ConfigError(f"--params is {num_params}; a model has at least 1 parameter")
     fmt = number_format("bf16")
     shape = ModelShape(
         name=f"{format_count(num_params)} parameters",

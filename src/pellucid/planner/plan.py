@@ -18,6 +18,7 @@ from pellucid.planner.roofline import Roofline, StepCost, chunks, decode
 from pellucid.planner.shape import ModelShape
 
 BATCHES = (1, 8, 32, 128)
+_MOST_CHUNKS = 100_000
 _LARGEST_BATCH = 1 << 20  # beyond this a "batch where compute binds" is no answer any more
 
 
@@ -44,6 +45,16 @@ class Scenario:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name} is {value}; it must be at least 1")
+        if self.context is not None and self.context < self.prompt:
+            raise ConfigError(
+                f"a prompt of {self.prompt:,} tokens does not fit a --context of {self.context:,}, which is what a "
+                f"sequence ends with; pass a shorter --prompt"
+            )
+        if self.chunk is not None and self.full_context > self.chunk * _MOST_CHUNKS:
+            raise ConfigError(
+                f"{self.full_context:,} tokens in chunks of {self.chunk:,} are too many steps to add up; "
+                f"pass a --chunk of more tokens"
+            )
         if not 0.0 <= self.prefix_hit <= 1.0:
             raise ConfigError(f"--prefix-hit is {self.prefix_hit}; it is a share of the prompt, between 0 and 1")
         for name in ("slo_ttft_seconds", "slo_itl_seconds"):

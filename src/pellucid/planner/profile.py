@@ -23,20 +23,22 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """A measured rate per second and its relative spread."""
+    """A measured rate per second, its relative spread, and what was measured with."""
 
     rate: float
     spread: float = 0.0
+    implementation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBandwidth:
-    """Read bandwidth over a buffer of `size_bytes` with `threads` threads, bytes/s."""
+    """Read bandwidth over a buffer of `size_bytes` with `threads` threads, bytes/s, and what read it."""
 
     threads: int
     size_bytes: int
     rate: float
     spread: float = 0.0
+    implementation: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class MatrixPeak:
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
     """One machine's measurements. `linear` and `attention` are the engine's own kernels (empty where it has not been
-    measured yet); `process_bytes` is what a serving process holds before weights and cache."""
+    measured yet); `process_bytes` is what a serving process holds before weights and cache; `barrier_seconds` is how
+    long the native threads take to wait for each other (None without them)."""
 
     machine: str
     measured_at: str
@@ -65,6 +68,7 @@ class MachineProfile:
     host_copy: Rate | None = None
     disk_read: Rate | None = None
     process_bytes: int | None = None
+    barrier_seconds: float | None = None
     overheads: Overheads = field(default_factory=Overheads)
     linear: tuple[LinearRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
@@ -154,6 +158,7 @@ def _from_row(row: Mapping[str, Any]) -> MachineProfile:
         host_copy=rate("host_copy"),
         disk_read=rate("disk_read"),
         process_bytes=row.get("process_bytes"),
+        barrier_seconds=row.get("barrier_seconds"),
         overheads=Overheads(**row.get("overheads", {})),
         linear=tuple(LinearRate(**r) for r in row.get("linear", ())),
         attention=tuple(AttentionRate(**r) for r in row.get("attention", ())),

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pellucid.core.errors import ConfigError
+from pellucid.kernels.processors import physical_cores
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -59,7 +59,7 @@ def resolve(config: RuntimeConfig) -> RuntimeConfig:
     """The same configuration with dtype and threads decided for this machine."""
     fast = not config.device.startswith("cpu") or any(flag in processor_flags() for flag in _FAST_BFLOAT16)
     dtype: Dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if fast else "float32")
-    return replace(config, dtype=dtype, threads=config.threads or physical_cores())
+    return replace(config, dtype=dtype, threads=config.threads or len(physical_cores()))
 
 
 def processor_flags() -> frozenset[str]:
@@ -74,15 +74,3 @@ def processor_flags() -> frozenset[str]:
         if name.strip() == key:
             return frozenset(value.split())
     return frozenset()
-
-
-def physical_cores() -> int:
-    """Physical cores that this process may run on: hardware threads of one core count once."""
-    cores = set()
-    for cpu in os.sched_getaffinity(0):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text(encoding="ascii").strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)

@@ -23,7 +23,7 @@ from pellucid.kernels import Kernels, select
 from pellucid.kernels.cpu import PackedWeight
 from pellucid.kernels.deterministic import check_row_independence
 from pellucid.kernels.native import NativeNeeds
-from pellucid.models.config import load_model_config
+from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.decoder import Decoder, DecoderInput, load_decoder
 from pellucid.models.layers import DecoderWeights, Progress
 from pellucid.runtime.batch import SequenceMirror, StepBatch
@@ -135,15 +135,7 @@ def load_executor(
     """
     config = resolve(config)
     model = load_model_config(model_path)
-    needs = NativeNeeds(
-        dtype=config.dtype,
-        head_dim=model.head_dim,
-        inner_size=model.intermediate_size,
-        block_size=config.block_size,
-        threads=config.threads,
-        weights=config.weights,
-    )
-    kernels = select(config.device, isa=config.isa, deterministic=config.deterministic, needs=needs)
+    kernels = choose_kernels(config, model)
     # Native threads and PyTorch's would fight for the cores; what PyTorch still does then (sampling) is small.
     torch.set_num_threads(config.threads if kernels.team is None else 1)
     device = _device(config.device)
@@ -167,6 +159,24 @@ def _note(kernels: Kernels, config: RuntimeConfig, needs: NativeNeeds) -> str:
     if kernels.team is not None or config.isa == "reference":
         return ""
     return f" (no native kernels: {needs.obstacle(config.device)})"
+
+
+def choose_kernels(config: RuntimeConfig, model: ModelConfig) -> Kernels:
+    """The kernels that a resolved configuration gets. Raises ConfigError where it asks for what cannot be."""
+    needs = native_needs(config, model)
+    return select(config.device, isa=config.isa, deterministic=config.deterministic, needs=needs)
+
+
+def native_needs(config: RuntimeConfig, model: ModelConfig) -> NativeNeeds:
+    """What decides whether the native kernels fit; its `obstacle` says why they do not."""
+    return NativeNeeds(
+        dtype=config.dtype,
+        head_dim=model.head_dim,
+        inner_size=model.intermediate_size,
+        block_size=config.block_size,
+        threads=config.threads,
+        weights=config.weights,
+    )
 
 
 def _device(name: str) -> torch.device:

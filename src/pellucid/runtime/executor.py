@@ -151,14 +151,14 @@ def load_executor(
         if config.deterministic and kernels.team is None:
             _check_determinism(decoder.weights)
         return_freed_memory()
-        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed, note=_note(kernels, config, needs))
+        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed, note=_note(kernels, config, model))
 
 
-def _note(kernels: Kernels, config: RuntimeConfig, needs: NativeNeeds) -> str:
+def _note(kernels: Kernels, config: RuntimeConfig, model: ModelConfig) -> str:
     """Why the native kernels are not used, where nobody asked for that."""
     if kernels.team is not None or config.isa == "reference":
         return ""
-    return f" (no native kernels: {needs.obstacle(config.device)})"
+    return f" (no native kernels: {native_needs(config, model).obstacle(config.device)})"
 
 
 def choose_kernels(config: RuntimeConfig, model: ModelConfig) -> Kernels:

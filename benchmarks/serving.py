@@ -120,7 +120,10 @@ async def _all_runs(targets: dict[str, Target], loads: list[str], repeats: int, 
     runs: Runs = {load: {name: [] for name in targets} for load in loads}
     for load, repeat, name in product(loads, range(repeats), targets):
         print(f"{load}, repeat {repeat + 1} of {repeats}: {name}", file=sys.stderr)
-        document = await _measure(targets[name], load, quiet)
+        try:
+            document = await _measure(targets[name], load, quiet)
+        except asyncio.CancelledError:  # between runs; inside one the run itself ends and says so
+            document = {"interrupted": True}
         if document["interrupted"]:
             print("interrupted: what follows was measured before", file=sys.stderr)
             break

@@ -16,6 +16,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from pellucid.workload.workloads import NAMED, named_workload
 OURS = "Pellucid"
 IDLE_SECONDS = 1.0
 """How long the machine is watched before each run."""
+PATIENCE_SECONDS = 60
 
 
 class Figure(NamedTuple):
@@ -78,6 +80,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--which", default=",".join(NAMED), help="loads, separated by commas")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one request")
+    parser.add_argument(
+        "--quiet",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help=f"before each run wait, at most {PATIENCE_SECONDS} s, until no more of the cores' time is taken",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="all documents of all runs")
     return parser.parse_args()
 
@@ -106,12 +115,15 @@ Runs = dict[str, dict[str, list[dict[str, Any]]]]
 """Documents by load and server, in the order measured."""
 
 
-async def _all_runs(targets: dict[str, Target], loads: list[str], repeats: int) -> Runs:
+async def _all_runs(targets: dict[str, Target], loads: list[str], repeats: int, quiet: float) -> Runs:
     """Every load on every server, in turns. An interruption ends them all and keeps what was measured."""
     runs: Runs = {load: {name: [] for name in targets} for load in loads}
     for load, repeat, name in product(loads, range(repeats), targets):
         print(f"{load}, repeat {repeat + 1} of {repeats}: {name}", file=sys.stderr)
-        document = await _measure(targets[name], load)
+        try:
+            document = await _measure(targets[name], load, quiet)
+        except asyncio.CancelledError:  # between runs; inside one the run itself ends and says so
+            document = {"interrupted": True}
         if document["interrupted"]:
             print("interrupted: what follows was measured before", file=sys.stderr)
             break
@@ -123,9 +135,11 @@ async def _all_runs(targets: dict[str, Target], loads: list[str], repeats: int) 
     return runs
 
 
-async def _measure(target: Target, load: str) -> dict[str, Any]:
+async def _measure(target: Target, load: str, quiet: float) -> dict[str, Any]:
     """One run. Its document also tells how busy the machine was just before, under `machine_busy_before`."""
-    busy = await _busy_share()
+    given_up = time.monotonic() + PATIENCE_SECONDS
+    while (busy := await _busy_share()) > quiet and time.monotonic() < given_up:
+        pass
     async with LoadClient(target) as client:
         result = await run_workload(client, named_workload(load), RunOptions(about={"machine_busy_before": busy}))
     return result.document
@@ -217,7 +231,7 @@ def main() -> None:
     if unknown := models.keys() - servers.keys():
         raise PellucidError(f"--model names {', '.join(sorted(unknown))}; the servers are {', '.join(servers)}")
     targets = asyncio.run(_with_models(servers, models, arguments.timeout))
-    runs = asyncio.run(_all_runs(targets, loads, arguments.repeats))
+    runs = asyncio.run(_all_runs(targets, loads, arguments.repeats, arguments.quiet))
     print_table(runs, list(servers))
     print(f"\n{arguments.repeats} repeats in turns; {_mood(runs)}.")
     print(f"Machine: {_machine()}. Commit: {_commit()}. Command: `python {shlex.join(sys.argv)}`")

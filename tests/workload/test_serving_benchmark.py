@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.workload.fake_server import FakeServer
 ROOT = Path(__file__).parents[2]
 
 
-async def run(*arguments: object) -> tuple[int, str, str]:
+async def run(*arguments: object, started: list[asyncio.subprocess.Process] | None = None) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "benchmarks/serving.py",
@@ -24,6 +25,8 @@ async def run(*arguments: object) -> tuple[int, str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    if started is not None:
+        started.append(process)
     out, err = await process.communicate()
     return await process.wait(), out.decode(), err.decode()
 
@@ -59,3 +62,19 @@ async def test_a_name_given_twice_is_refused() -> None:
     code, _, err = await run("--pellucid", "http://127.0.0.1:9", "--peer", "Pellucid=http://127.0.0.1:9")
     assert code == 1
     assert err == "serving.py: Pellucid is the name of two servers\n"
+
+
+async def test_ctrl_c_prints_what_was_measured() -> None:
+    """A real signal, once the peer that never answers has been asked."""
+    async with FakeServer(gap=0.001).running() as ours, FakeServer(fail="hang").running() as stuck:
+        arguments = ("--pellucid", ours.url, "--peer", f"stuck={stuck.url}", "--which", "single", "--repeats", 1)
+        started: list[asyncio.subprocess.Process] = []
+        running = asyncio.create_task(run(*arguments, started=started))
+        while not stuck.bodies:
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.05)
+        started[0].send_signal(signal.SIGINT)
+        code, out, err = await running
+    assert code == 0, err
+    assert "interrupted" in err
+    assert float(out.splitlines()[2].split("|")[3]) > 0

@@ -58,5 +58,6 @@ def test_the_standard_batches_stay_within_the_context_and_show_what_context_cost
         assert max(b.num_cached + b.num_new for b in batches) <= context
         rows = {b.num_sequences * b.num_new for b in batches if b.num_cached < 16 and not b.samples}
         far = [b for b in batches if b.num_cached >= 16]
-        assert len(far) == 2
+        assert len(far) == 4
+        assert len({b.num_sequences * b.num_cached for b in far if b.num_new == 1}) == 3
         assert {b.num_sequences * b.num_new for b in far} <= rows

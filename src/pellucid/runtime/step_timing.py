@@ -45,13 +45,15 @@ class StepTiming(NamedTuple):
 
 
 def standard_batches(max_context: int) -> list[Batch]:
-    """Rows from 1 to 512 without and with the head, and long contexts for a chunk and for decodes; all within
-    `max_context` tokens a sequence (at least 128)."""
+    """Rows from 1 to 512 without and with the head, and longer contexts for decodes and for a chunk: what they read of
+    the cache grows from what a processor may hold in its own caches to what it may not. All within `max_context` tokens
+    a sequence (at least 128)."""
     decodes = [Batch(rows, 1, 15, samples) for rows in (1, 2, 4, 8, 16, 32, 64) for samples in (False, True)]
     chunks = [Batch(1, rows, 0, False) for rows in (64, 128, 256, 512) if rows <= max_context // 2]
     far = min(4096, max_context)
     rows = chunks[-1].num_new
-    return [*decodes, *chunks, Batch(4, 1, far - 1, False), Batch(1, rows, far - rows, False)]
+    reads = [Batch(1, 1, far // 4 - 1, False), Batch(1, 1, far - 1, False), Batch(4, 1, far - 1, False)]
+    return [*decodes, *chunks, *reads, Batch(1, rows, far - rows, False)]
 
 
 def time_steps(

@@ -2,8 +2,9 @@
 
 A step is described by (sequences, new tokens each, tokens before them, whether the last row samples). Its cache is
 claimed, not computed: reading zeros takes as long as reading keys. Every batch runs once untimed, so that what is timed
-is the step and not the announcement of its sequences, and the repeats go round the whole list, so that a change in the
-machine's mood spreads over all batches instead of spoiling one.
+is the step and not the announcement of its sequences, and then several times in a row, because a step that follows its
+like finds its weights where a stranger's successor does not. The repeats go round the whole list, so that a change in
+the machine's mood spreads over all batches instead of spoiling one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from pellucid.core.cost import StepFeatures, features_of
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
 from pellucid.core.request import SamplingParams
 from pellucid.engine.executor import Executor
+
+
+_RUNS = 3  # timed in a row, each time a batch has its turn
 
 
 class Batch(NamedTuple):
@@ -65,7 +69,7 @@ def time_steps(
     limit_seconds: float = math.inf,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[StepTiming]:
-    """Time every batch `repeats` times, or less often where that would take longer than `limit_seconds` (but once).
+    """Give every batch `repeats` turns, or fewer where that would take longer than `limit_seconds` (but one).
     The executor must hold the largest batch's blocks, numbered from 0."""
     runs: list[list[tuple[float, float]]] = [[] for _ in batches]
     step_id, began = 0, perf_counter()
@@ -75,12 +79,12 @@ def time_steps(
         for index, batch in enumerate(batches):
             first = _plan(batch, step_id, block_size)
             executor.collect(executor.launch(first))
-            again = StepPlan(step_id + 1, first.chunks)
-            result = executor.collect(executor.launch(again))
-            runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
+            for again in range(_RUNS):
+                result = executor.collect(executor.launch(StepPlan(step_id + 1 + again, first.chunks)))
+                runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
             released = tuple(range(batch.num_sequences))
-            executor.collect(executor.launch(StepPlan(step_id + 2, (), released=released)))
-            step_id += 3
+            step_id += _RUNS + 2
+            executor.collect(executor.launch(StepPlan(step_id - 1, (), released=released)))
             progress(round_ * len(batches) + index + 1, repeats * len(batches))
     return [_timing(batch, times) for batch, times in zip(batches, runs, strict=True)]
 

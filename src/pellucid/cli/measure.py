@@ -27,7 +27,7 @@ from pellucid.models.sources import DEFAULT_MODEL
 from pellucid.planner.hardware import Overheads
 from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
-from pellucid.planner.quantity import format_flops, format_rate, format_seconds
+from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
 from pellucid.planner.shape import ModelShape
 from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
 
@@ -73,7 +73,8 @@ def print_profile(profile: MachineProfile) -> None:
         table.add_row(label, f"{format_seconds(linear.seconds_per_param * 1e6)} per million", f"± {linear.spread:.0%}")
     for attention in profile.attention:
         rates = f"{format_flops(attention.flops, 'FLOP/s')}, {format_rate(attention.read_bytes)}"
-        table.add_row(f"engine, attention over {attention.cache}", rates, f"± {attention.spread:.0%}")
+        label = f"engine, attention over {format_bytes(attention.at_bytes)} in {attention.cache}"
+        table.add_row(label, rates, f"± {attention.spread:.0%}")
     console.print(table)
 
 

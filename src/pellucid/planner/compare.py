@@ -36,22 +36,23 @@ def compare(scenario: Scenario, devices: Sequence[Device]) -> tuple[Comparison, 
 
 
 def paradox(rows: Sequence[Comparison]) -> str | None:
-    """The two devices whose rate and single stream disagree most, in a sentence; None where no two can be compared."""
+    """The two devices where a higher rate helps a single stream least, in a sentence; None where no two can be
+    compared."""
     known = [r for r in rows if r.flops and r.prefill_seconds]
     pairs = [(a, b) for a, b in permutations(known, 2) if (b.flops or 0) > (a.flops or 0)]
     if not pairs:
         return None
-    less, more = max(pairs, key=lambda pair: abs(_disagreement(*pair)))
+    less, more = max(pairs, key=lambda pair: _disagreement(*pair))
     flops = (more.flops or 1) / (less.flops or 1)
     stream = less.decode_seconds_per_token / more.decode_seconds_per_token
     prefill = (less.prefill_seconds or 1) / (more.prefill_seconds or 1)
     text = (
-        f"{more.device.name} has {flops:.2g} x the FLOP/s of {less.device.name}, but a single stream runs at "
-        f"{stream:.2g} x its speed, because each token reads every weight once and only bandwidth helps there; "
-        f"prefill, which multiplies, runs at {prefill:.2g} x"
+        f"{more.device.name} has {_times(flops)} x the FLOP/s of {less.device.name}, but a single stream runs at "
+        f"{_times(stream)} x its speed, because each token reads every weight once and only bandwidth helps there; "
+        f"prefill, which multiplies, runs at {_times(prefill)} x"
     )
     if less.throughput and more.throughput:
-        text += f", and the largest batch that fits at {more.throughput / less.throughput:.2g} x"
+        text += f", and the largest batch that fits at {_times(more.throughput / less.throughput)} x"
     return text + "."
 
 
@@ -69,6 +70,11 @@ def _row(plan: Plan) -> Comparison:
         binding_decode=plan.single.cost.binding,
         throughput=plan.decode_at(largest).tokens_per_second if largest else None,
     )
+
+
+def _times(ratio: float) -> str:
+    """Two digits, without an exponent where the ratio is large."""
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.2g}"
 
 
 def _disagreement(less: Comparison, more: Comparison) -> float:

@@ -2,13 +2,14 @@
 
 A matrix product's time per parameter is a table over the number of rows, not a straight line: at one row it streams
 weights, at many it multiplies, and kernels change path between. Between two measured rows the time is interpolated
-linearly; beyond the last one it grows in proportion. Attention is linear in what it touches: FLOPs for the pairs of a
-chunk, bytes for the cache entries that are read.
+linearly; beyond the last one it grows in proportion. Attention takes FLOPs for the pairs of a chunk, at one rate, and
+bytes for the cache entries that are read. Their time is a table over the bytes of a step: what fits the processor's
+own cache beside the weights is read several times as fast as what does not.
 
 `rates_from` takes timed steps apart:
 
     layers(T) = step of T rows without logits, less attention      head(T) = the same step with logits, less without
-    attention: from two steps that differ in context alone, one of decodes and one chunk, two unknowns
+    attention: from pairs of steps that differ in context alone; decodes give the table, and one chunk the rate
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ class LinearRate:
 
 @dataclass(frozen=True, slots=True)
 class AttentionRate:
-    """Attention's rates: `flops` per second on the pairs of a chunk, `read_bytes` per second on the cache."""
+    """Attention's rates: `flops` per second on the pairs of a chunk, `read_bytes` per second on the cache where a step
+    reads `at_bytes` of it. Several rows with one `flops` are a table."""
 
     cache: str
     flops: float
     read_bytes: float
     spread: float = 0.0
+    at_bytes: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,9 @@ class KernelRates:
 
     def attention_seconds(self, cache: str, flops: float, read_bytes: float) -> float:
         """Time of attention's arithmetic and of its reads, one after the other."""
-        rate = next(r for r in self.attention if r.cache == cache)
-        return flops / rate.flops + read_bytes / rate.read_bytes
+        rows = sorted((r for r in self.attention if r.cache == cache), key=lambda r: r.at_bytes)
+        reading = [(0.0, 0.0), *((r.at_bytes, r.at_bytes / r.read_bytes) for r in rows)]
+        return flops / rows[0].flops + _interpolate(reading, read_bytes)
 
     def spread(self, weights: str, num_rows: int) -> float:
         """Relative spread of the nearest measured row count."""
@@ -90,11 +94,11 @@ def rates_from(shape: ModelShape, steps: Iterable[TimedStep]) -> KernelRates:
     """Kernel rates of a model from timed steps. Raises ConfigError where the steps do not determine them."""
     timed = list(steps)
     plain = [s for s in timed if not s.features.num_samples]
-    long = max((_context(s) for s in plain), default=0.0)
-    near = {s.features.num_tokens: s for s in plain if _context(s) < long / 2 or s.features.num_tokens == _context(s)}
-    far = [s for s in plain if _context(s) == long and s.features.num_tokens in near]
-    attention = _attention(shape, [(s, near[s.features.num_tokens]) for s in far])
-    rates = KernelRates((), (attention,))
+    near: dict[int, TimedStep] = {}
+    for step in sorted(plain, key=lambda s: s.features.num_context):
+        near.setdefault(step.features.num_tokens, step)
+    attention = _attention(shape, [(s, near[s.features.num_tokens]) for s in plain])
+    rates = KernelRates((), attention)
     layers = {rows: (_left(shape, rates, step), step.spread) for rows, step in near.items()}
     heads = {
         s.features.num_samples: (max(s.seconds - near[s.features.num_tokens].seconds, 0.0), s.spread)
@@ -105,7 +109,7 @@ def rates_from(shape: ModelShape, steps: Iterable[TimedStep]) -> KernelRates:
         *_table("layers", shape.weight_format.name, layers, shape.num_matrix_params),
         *_table("head", shape.head_format.name, heads, shape.hidden * shape.vocab),
     ]
-    return KernelRates(tuple(linear), (attention,))
+    return KernelRates(tuple(linear), attention)
 
 
 def _table(part: Part, weights: str, seconds: Mapping[int, tuple[float, float]], num_params: float) -> list[LinearRate]:
@@ -134,29 +138,50 @@ def attention_work(shape: ModelShape, features: StepFeatures) -> tuple[float, fl
     return flops, (features.num_context + features.num_tokens) * shape.kv_bytes_per_token()
 
 
-def _context(step: TimedStep) -> float:
-    return step.features.num_context / step.features.num_sequences
+class _Added(NamedTuple):
+    """What a longer context adds to a step of as many rows."""
+
+    num_bytes: float
+    flops: float
+    seconds: float
 
 
-def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) -> AttentionRate:
-    """Seconds per FLOP and per byte from the differences of (long, short) steps with equal rows: a 2 x 2 system. Where
-    noise makes one of them negative, the other carries all of it."""
-    rows = []
+def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) -> tuple[AttentionRate, ...]:
+    """Rates from the differences of (long, short) steps with equal rows.
+
+    What decodes add, t = flops / F + R(bytes), gives R where F is known. A chunk adds many FLOPs for its bytes, so F
+    follows from it less the decodes at the same bytes. Where noise makes F or R negative, the other carries all of it.
+    """
+    decodes: list[_Added] = []
+    chunks: list[_Added] = []
     for long, short in pairs:
-        (far_flops, far_bytes), (near_flops, near_bytes) = (attention_work(shape, s.features) for s in (long, short))
-        rows.append((far_flops - near_flops, far_bytes - near_bytes, long.seconds - short.seconds))
-    if len(rows) < 2 or any(seconds <= 0 for _, _, seconds in rows):
+        if long.features.num_context > short.features.num_context:
+            is_decode = long.features.num_tokens == long.features.num_sequences
+            (decodes if is_decode else chunks).append(_added(shape, long, short))
+    decodes.sort()
+    if not decodes or not chunks or decodes[-1].seconds <= 0 or max(chunks, key=lambda c: c.flops).seconds <= 0:
         raise ConfigError("the timed steps do not show what context costs; measure again on a quieter machine")
-    (f0, b0, t0), (f1, b1, t1) = rows[0], max(rows[1:], key=lambda r: abs(r[0] / r[1] - rows[0][0] / rows[0][1]))
-    determinant = f0 * b1 - f1 * b0
-    per_flop = (t0 * b1 - t1 * b0) / determinant if determinant else -1.0
-    per_byte = (f0 * t1 - f1 * t0) / determinant if determinant else -1.0
-    if per_flop <= 0:
-        per_flop, per_byte = 0.0, max(t0 / b0, t1 / b1)
-    elif per_byte <= 0:
-        per_flop, per_byte = max(t0 / f0, t1 / f1), 0.0
+    chunk = max(chunks, key=lambda c: c.flops)
+    seconds = _rising([max(d.seconds, 0.0) for d in decodes])
+    at = [0.0, *(d.num_bytes for d in decodes)]
+    same_seconds = _interpolate(list(zip(at, (0.0, *seconds))), chunk.num_bytes)
+    same_flops = _interpolate(list(zip(at, (0.0, *(d.flops for d in decodes)))), chunk.num_bytes)
+    per_flop = max((chunk.seconds - same_seconds) / (chunk.flops - same_flops), 0.0)
+    if per_flop * decodes[-1].flops >= seconds[-1]:
+        per_flop = chunk.seconds / chunk.flops
     spread = max(long.spread for long, _ in pairs)
-    return AttentionRate(shape.cache_format.name, _reciprocal(per_flop), _reciprocal(per_byte), spread)
+    reading = _rising([max(t - per_flop * d.flops, 0.0) for t, d in zip(seconds, decodes, strict=True)])
+    return tuple(
+        AttentionRate(
+            shape.cache_format.name, _reciprocal(per_flop), _reciprocal(t / d.num_bytes), spread, at_bytes=d.num_bytes
+        )
+        for t, d in zip(reading, decodes, strict=True)
+    )
+
+
+def _added(shape: ModelShape, long: TimedStep, short: TimedStep) -> _Added:
+    (far_flops, far_bytes), (near_flops, near_bytes) = (attention_work(shape, s.features) for s in (long, short))
+    return _Added(far_bytes - near_bytes, far_flops - near_flops, long.seconds - short.seconds)
 
 
 def _left(shape: ModelShape, rates: KernelRates, step: TimedStep) -> float:
@@ -169,7 +194,7 @@ def _reciprocal(seconds: float) -> float:
     return 1.0 / seconds if seconds else 1e30  # finite, so that it can be written as JSON
 
 
-def _interpolate(table: Sequence[tuple[int, float]], at: float) -> float:
+def _interpolate(table: Sequence[tuple[float, float]], at: float) -> float:
     """Piecewise linear through `table` (ascending); constant below it, proportional to `at` above it."""
     if at <= table[0][0]:
         return table[0][1]

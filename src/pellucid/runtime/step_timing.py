@@ -2,8 +2,9 @@
 
 A step is described by (sequences, new tokens each, tokens before them, whether the last row samples). Its cache is
 claimed, not computed: reading zeros takes as long as reading keys. Every batch runs once untimed, so that what is timed
-is the step and not the announcement of its sequences, and the repeats go round the whole list, so that a change in the
-machine's mood spreads over all batches instead of spoiling one.
+is the step and not the announcement of its sequences, and then several times in a row, because a step that follows its
+like finds its weights where a stranger's successor does not. The repeats go round the whole list, so that a change in
+the machine's mood spreads over all batches instead of spoiling one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from pellucid.core.cost import StepFeatures, features_of
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
 from pellucid.core.request import SamplingParams
 from pellucid.engine.executor import Executor
+
+_RUNS = 3  # timed in a row, each time a batch has its turn
 
 
 class Batch(NamedTuple):
@@ -45,13 +48,15 @@ class StepTiming(NamedTuple):
 
 
 def standard_batches(max_context: int) -> list[Batch]:
-    """Rows from 1 to 512 without and with the head, and long contexts for a chunk and for decodes; all within
-    `max_context` tokens a sequence (at least 128)."""
+    """Rows from 1 to 512 without and with the head, and longer contexts for decodes and for a chunk: what they read of
+    the cache grows from what a processor may hold in its own caches to what it may not. All within `max_context` tokens
+    a sequence (at least 128)."""
     decodes = [Batch(rows, 1, 15, samples) for rows in (1, 2, 4, 8, 16, 32, 64) for samples in (False, True)]
     chunks = [Batch(1, rows, 0, False) for rows in (64, 128, 256, 512) if rows <= max_context // 2]
     far = min(4096, max_context)
     rows = chunks[-1].num_new
-    return [*decodes, *chunks, Batch(4, 1, far - 1, False), Batch(1, rows, far - rows, False)]
+    reads = [Batch(1, 1, far // 4 - 1, False), Batch(1, 1, far - 1, False), Batch(4, 1, far - 1, False)]
+    return [*decodes, *chunks, *reads, Batch(1, rows, far - rows, False)]
 
 
 def time_steps(
@@ -63,7 +68,7 @@ def time_steps(
     limit_seconds: float = math.inf,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[StepTiming]:
-    """Time every batch `repeats` times, or less often where that would take longer than `limit_seconds` (but once).
+    """Give every batch `repeats` turns, or fewer where that would take longer than `limit_seconds` (but one).
     The executor must hold the largest batch's blocks, numbered from 0."""
     runs: list[list[tuple[float, float]]] = [[] for _ in batches]
     step_id, began = 0, perf_counter()
@@ -73,12 +78,12 @@ def time_steps(
         for index, batch in enumerate(batches):
             first = _plan(batch, step_id, block_size)
             executor.collect(executor.launch(first))
-            again = StepPlan(step_id + 1, first.chunks)
-            result = executor.collect(executor.launch(again))
-            runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
-            released = tuple(range(batch.num_sequences))
-            executor.collect(executor.launch(StepPlan(step_id + 2, (), released=released)))
-            step_id += 3
+            for again in range(_RUNS):
+                result = executor.collect(executor.launch(StepPlan(step_id + 1 + again, first.chunks)))
+                runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
+            released = tuple(n.seq_id for n in first.new)
+            step_id += _RUNS + 2
+            executor.collect(executor.launch(StepPlan(step_id - 1, (), released=released)))
             progress(round_ * len(batches) + index + 1, repeats * len(batches))
     return [_timing(batch, times) for batch, times in zip(batches, runs, strict=True)]
 
@@ -87,13 +92,15 @@ def _plan(batch: Batch, step_id: int, block_size: int) -> StepPlan:
     """The step that announces the batch's sequences and computes it."""
     start, end = batch.num_cached, batch.num_cached + batch.num_new
     per_sequence = -(-end // block_size)
-    ids = range(batch.num_sequences)
+    ids = range(-batch.num_sequences, 0)  # a scheduler that uses the same executor counts up from 0
     sampling = SamplingParams(max_tokens=1, temperature=0.0)
     return StepPlan(
         step_id,
         chunks=tuple(Chunk(i, start, end, batch.samples) for i in ids),
         new=tuple(NewSequence(i, (1,) * end, end, sampling) for i in ids),
-        blocks=tuple(BlockUpdate(i, 0, tuple(range(i * per_sequence, (i + 1) * per_sequence))) for i in ids),
+        blocks=tuple(
+            BlockUpdate(i, 0, tuple(range(n * per_sequence, (n + 1) * per_sequence))) for n, i in enumerate(ids)
+        ),
     )
 
 

@@ -80,6 +80,23 @@ def test_noise_that_hides_one_rate_gives_all_to_the_other() -> None:
     assert found.read_bytes == pytest.approx(1e10, rel=0.01)
 
 
+def test_reading_is_a_table_over_the_bytes_of_a_step() -> None:
+    """What a processor's cache holds (here 23 MB) is read ten times as fast as memory; a step's time shows both."""
+    fast, slow = (AttentionRate("bf16", 1e12, rate, at_bytes=at) for rate, at in ((1e11, 2.3e7), (1e10, 4e8)))
+    linear = known(1e-10, 1e12, 1e10).linear
+    truth = KernelRates(linear, (fast, slow))
+    assert truth.attention_seconds("bf16", 0.0, 1.5e7) == pytest.approx(1.5e7 / 1e11)
+    assert truth.attention_seconds("bf16", 0.0, 8e8) == pytest.approx(8e8 / 1e10)
+    plain = [decode(rows, 16)._replace(num_samples=0) for rows in (1, 4, 64)]
+    far = [decode(1, 1024), decode(1, 4096), decode(4, 4096), prefill(512, 3584)]
+    timed = [time_of(truth, s._replace(num_samples=0)) for s in (*plain, prefill(512), *far)]
+    found = rates_from(SHAPE, timed)
+    assert len(found.attention) == 3
+    for step in far[:3]:
+        work = attention_work(SHAPE, step)
+        assert found.attention_seconds("bf16", *work) == pytest.approx(truth.attention_seconds("bf16", *work), rel=0.05)
+
+
 def test_steps_that_do_not_show_the_cost_of_context_are_refused() -> None:
     with pytest.raises(ConfigError, match="measure again"):
         rates_from(SHAPE, [time_of(known(1e-10, 1e12, 1e10), decode(rows, 16)) for rows in (1, 8)])

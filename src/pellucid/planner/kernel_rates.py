@@ -139,11 +139,21 @@ def attention_work(shape: ModelShape, features: StepFeatures) -> tuple[float, fl
 
 
 class _Added(NamedTuple):
-    """What a longer context adds to a step of as many rows."""
+    """What a longer context adds to a step of as many rows, which reads `near_bytes` without it."""
 
     num_bytes: float
     flops: float
     seconds: float
+    near_bytes: float
+
+    def from_nothing(self) -> _Added:
+        """The same with the few near bytes added at the same rate."""
+        scale = 1.0 + self.near_bytes / self.num_bytes
+        return _Added(self.num_bytes * scale, self.flops * scale, self.seconds * scale, 0.0)
+
+    def same_bytes(self, table: Sequence[tuple[float, float]]) -> float:
+        """What `table` (bytes -> anything) says of the added bytes: those after the near ones."""
+        return _interpolate(table, self.near_bytes + self.num_bytes) - _interpolate(table, self.near_bytes)
 
 
 def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) -> tuple[AttentionRate, ...]:
@@ -158,14 +168,14 @@ def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) 
         if long.features.num_context > short.features.num_context:
             is_decode = long.features.num_tokens == long.features.num_sequences
             (decodes if is_decode else chunks).append(_added(shape, long, short))
-    decodes.sort()
+    decodes = sorted(d.from_nothing() for d in decodes)
     if not decodes or not chunks or decodes[-1].seconds <= 0 or max(chunks, key=lambda c: c.flops).seconds <= 0:
         raise ConfigError("the timed steps do not show what context costs; measure again on a quieter machine")
     chunk = max(chunks, key=lambda c: c.flops)
     seconds = _rising([max(d.seconds, 0.0) for d in decodes])
     at = [0.0, *(d.num_bytes for d in decodes)]
-    same_seconds = _interpolate(list(zip(at, (0.0, *seconds))), chunk.num_bytes)
-    same_flops = _interpolate(list(zip(at, (0.0, *(d.flops for d in decodes)))), chunk.num_bytes)
+    same_seconds = chunk.same_bytes(list(zip(at, (0.0, *seconds))))
+    same_flops = chunk.same_bytes(list(zip(at, (0.0, *(d.flops for d in decodes)))))
     per_flop = max((chunk.seconds - same_seconds) / (chunk.flops - same_flops), 0.0)
     if per_flop * decodes[-1].flops >= seconds[-1]:
         per_flop = chunk.seconds / chunk.flops
@@ -181,7 +191,7 @@ def _attention(shape: ModelShape, pairs: Sequence[tuple[TimedStep, TimedStep]]) 
 
 def _added(shape: ModelShape, long: TimedStep, short: TimedStep) -> _Added:
     (far_flops, far_bytes), (near_flops, near_bytes) = (attention_work(shape, s.features) for s in (long, short))
-    return _Added(far_bytes - near_bytes, far_flops - near_flops, long.seconds - short.seconds)
+    return _Added(far_bytes - near_bytes, far_flops - near_flops, long.seconds - short.seconds, near_bytes)
 
 
 def _left(shape: ModelShape, rates: KernelRates, step: TimedStep) -> float:

@@ -26,7 +26,7 @@ UNFINISHED = "unfinished"
 
 MIN_TOKEN_POOL = 32
 _READ_BYTES = 1 << 18
-# Under the 5 s after which uvicorn and cpp-httplib end an idle connection, perhaps just as a request is written to it.
+# Under the 5 s after which uvicorn and cpp-httplib end an idle connection, perhaps while a request is written to it.
 _KEEPALIVE_SECONDS = 4.0
 _SHOWN = 300
 

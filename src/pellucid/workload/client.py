@@ -1,8 +1,8 @@
 """One client for any OpenAI-compatible server: sends a prepared request, stamps what comes back.
 
-Connections are kept and reused, their number is unlimited, and every new one is counted. The body is encoded before the
-request is due, so that at the due time nothing is left but the write. A request never raises: whatever goes wrong ends
-in its record, so failures are counted and not lost.
+Connections are reused while they are busy, their number is unlimited, and every new one is counted. The body is encoded
+before the request is due, so that at the due time nothing is left but the write. A request never raises: whatever goes
+wrong ends in its record, so failures are counted and not lost.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ UNFINISHED = "unfinished"
 
 MIN_TOKEN_POOL = 32
 _READ_BYTES = 1 << 18
+# Under the 5 s after which uvicorn and cpp-httplib end an idle connection, perhaps while a request is written to it.
+_KEEPALIVE_SECONDS = 4.0
 _SHOWN = 300
 
 
@@ -84,7 +86,7 @@ class LoadClient:
         if self.target.api_key:
             headers["Authorization"] = f"Bearer {self.target.api_key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=self.target.timeout),
             read_bufsize=_READ_BYTES,
             headers=headers,

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 cpu = pytest.importorskip("pellucid.kernels.cpu")
+processors = pytest.importorskip("pellucid.kernels.processors")
 gguf = pytest.importorskip("gguf")
-if cpu.native() is None:
+if processors.native() is None:
     pytest.skip("the native kernels are not built", allow_module_level=True)
 
 from pellucid.core.errors import ConfigError, ModelError  # noqa: E402
@@ -22,7 +23,7 @@ from pellucid.kernels.cpu import CpuKernels, GgufRows, PackedWeight  # noqa: E40
 from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
-BEST = cpu.native().best_isa()
+BEST = processors.native().best_isa()
 AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
 # Share of |x| |w|: bf16 rounds x (2^-9); the others quantise x to 8 bits per 32 inputs or (int8) per
 # row.

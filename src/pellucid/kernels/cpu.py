@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
-from pellucid.kernels.processors import native, physical_cores
+from pellucid.kernels.processors import open_team, require_native
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 WeightFormat = Literal["bf16", "int8", "q8", "q4"]
@@ -39,16 +39,6 @@ MAX_HEAD_DIM = 256
 GGUF_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
 _GGUF_FORMATS = {"Q4_0": "q4", "Q4_1": "q4_min", "Q8_0": "q8", "Q4_K": "q4_min"}
 _GGUF_ROW_UNITS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144)}
-
-
-def _require_native() -> Any:
-    module = native()
-    if module is None:
-        raise ConfigError(
-            "the native kernels are not installed: reinstall Pellucid where a C++20 compiler and the Python headers "
-            "are, or choose isa reference"
-        )
-    return module
 
 
 class GgufRows(NamedTuple):
@@ -130,7 +120,7 @@ class PackedWeight:
 
 def _empty(stored: str, sizes: Sequence[int], inputs: int, widths: Sequence[int], gated: bool) -> Any:
     """A zero weight that the parts fit in. Raises ModelError where they do not fit together."""
-    module = _require_native()
+    module = require_native()
     if any(width != inputs for width in widths) or not 1 <= inputs <= MAX_INPUTS:
         raise ModelError(
             f"parts of {list(widths)} inputs do not make one weight; they must agree, at most {MAX_INPUTS}"
@@ -204,14 +194,7 @@ class CpuKernels:
     def __init__(
         self, *, isa: str = "auto", threads: int = 0, deterministic: bool = False, spin_seconds: float = 0.0005
     ) -> None:
-        module = _require_native()
-        cores = physical_cores()
-        if threads > len(cores):
-            raise ConfigError(f"threads is {threads}, but this process may use {len(cores)} cores; lower it")
-        try:
-            self._cpu = module.Cpu(isa, cores[: threads or len(cores)], spin_seconds, deterministic)
-        except ValueError as error:
-            raise ConfigError(f"isa: {error}") from None
+        self._cpu = open_team(isa, threads, spin_seconds, deterministic)
 
     @property
     def handle(self) -> Any:

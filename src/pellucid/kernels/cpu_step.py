@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, InvariantViolation
-from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache, _require_native
+from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache
+from pellucid.kernels.processors import require_native
 
 
 class LayerPieces(NamedTuple):
@@ -74,7 +75,7 @@ class CpuDecoder:
         block_size = _check_cache(layers[0].cache, heads.num_kv_heads, heads.head_dim)
         hidden, inner = embedding.num_inputs, layers[0].down.num_inputs
         sizes = [hidden, heads.num_heads, heads.num_kv_heads, heads.head_dim, inner, block_size]
-        self._decoder = _require_native().Decoder(
+        self._decoder = require_native().Decoder(
             kernels.handle, sizes, norm_eps, embedding.packed, head.packed, *map(_address, (norm, heads.cos, heads.sin))
         )
         for layer in layers:

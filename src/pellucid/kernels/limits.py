@@ -7,10 +7,7 @@ by asking several times (`runtime/measure.py` does).
 
 from __future__ import annotations
 
-from typing import Any
-
-from pellucid.core.errors import ConfigError
-from pellucid.kernels.processors import native, physical_cores
+from pellucid.kernels.processors import open_team
 
 _SPIN_SECONDS = 0.0005
 _MULTIPLICATIONS = {"fp32": "f32", "bf16": "bf16", "int8": "int8"}
@@ -23,16 +20,7 @@ class NativeLimits:
     """
 
     def __init__(self, *, isa: str = "auto", threads: int = 0) -> None:
-        cores = physical_cores()
-        if not 0 <= threads <= len(cores):
-            raise ConfigError(f"threads is {threads}, but this process may use {len(cores)} cores")
-        module: Any = native()
-        if module is None:
-            raise ConfigError("measuring needs the native kernels; reinstall where a C++20 compiler is")
-        try:
-            self._cpu = module.Cpu(isa, cores[: threads or len(cores)], _SPIN_SECONDS, False)
-        except ValueError as error:
-            raise ConfigError(f"isa: {error}") from None
+        self._cpu = open_team(isa, threads, _SPIN_SECONDS, deterministic=False)
 
     @property
     def isa(self) -> str:

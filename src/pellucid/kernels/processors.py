@@ -6,6 +6,9 @@ import os
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from pellucid.core.errors import ConfigError
 
 # Levels of the native kernels in order: each may use everything that those before it may (csrc/isa.h).
 LEVELS = ("portable", "avx2", "avx512", "amx")
@@ -31,6 +34,32 @@ def native() -> ModuleType | None:
         return import_module("pellucid.kernels._native")
     except ImportError:
         return None
+
+
+def require_native() -> Any:
+    """The compiled kernels. Raises ConfigError where Pellucid was installed without them."""
+    module = native()
+    if module is None:
+        raise ConfigError(
+            "the native kernels are not installed: reinstall Pellucid where a C++20 compiler and the Python headers "
+            "are, or choose isa reference"
+        )
+    return module
+
+
+def open_team(isa: str, threads: int, spin_seconds: float, deterministic: bool) -> Any:
+    """A native team of `threads` pinned threads (0: one per physical core) at level `isa`.
+
+    Raises ConfigError where the kernels are not installed, for a level this machine cannot run, or for more threads
+    than cores.
+    """
+    module, cores = require_native(), physical_cores()
+    if not 0 <= threads <= len(cores):
+        raise ConfigError(f"threads is {threads}, but this process may use {len(cores)} cores; lower it")
+    try:
+        return module.Cpu(isa, cores[: threads or len(cores)], spin_seconds, deterministic)
+    except ValueError as error:
+        raise ConfigError(f"isa: {error}") from None
 
 
 def usable_levels() -> tuple[str, ...]:

@@ -80,6 +80,33 @@ async def test_connections_are_reused() -> None:
         assert client.num_connects == 3
 
 
+async def test_a_kept_connection_that_breaks_is_not_a_failed_request() -> None:
+    """The server answers the first request of each connection and closes when it reads a second one."""
+    num_read = 0
+    reply = b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n'
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_read
+        for answers in (True, False):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            await reader.readexactly(length)
+            num_read += 1
+            if answers:
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(reply) + reply)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, LoadClient(Target(url=f"http://127.0.0.1:{port}")) as client:
+        first = await client.send(LoadItem(index=0, prompt="x", output_len=1))
+        second = await client.send(LoadItem(index=1, prompt="x", output_len=1))
+    assert [first.status, second.status] == ["ok", "ok"]
+    assert num_read == 3
+    assert client.num_connects == 2
+
+
 async def test_open_loop_does_not_wait_for_answers() -> None:
     """Each answer takes half a second, requests are due every 20 ms: all ten are open at once."""
     async with (

@@ -82,6 +82,7 @@ class LoadClient:
     async def __aenter__(self) -> LoadClient:
         trace = aiohttp.TraceConfig()
         trace.on_connection_create_end.append(self._connected)
+        trace.on_connection_reuseconn.append(_mark_reused)
         headers = {"Content-Type": "application/json"}
         if self.target.api_key:
             headers["Authorization"] = f"Bearer {self.target.api_key}"
@@ -138,7 +139,8 @@ class LoadClient:
         sent = self.now()
         status, detail = "", ""
         try:
-            async with self._session.post(self._post_url, data=body) as reply:
+            reply = await self._post(body)
+            async with reply:
                 if reply.status == 200:
                     async for data in reply.content.iter_any():
                         stream.feed(data, self.now())
@@ -153,6 +155,19 @@ class LoadClient:
         if not status:
             status, detail = stream.close(), stream.detail[:_SHOWN]
         return _record(item, sent, status, detail, stream)
+
+    async def _post(self, body: bytes) -> aiohttp.ClientResponse:
+        """The reply's head. A kept connection that the server was closing while the request was written to it is not
+        the server's failure: such a request (RFC 9112, 9.3.1: no byte of a reply came) goes out again, until a new
+        connection carries it."""
+        assert self._session is not None
+        while True:
+            connection: dict[str, bool] = {}
+            try:
+                return await self._session.post(self._post_url, data=body, trace_request_ctx=connection)
+            except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
+                if "reused" not in connection:
+                    raise
 
     async def get_json(self, path: str) -> Any:
         """The JSON at a path of the server. Raises BenchError with what came instead."""
@@ -183,6 +198,11 @@ class LoadClient:
             return str(listed["data"][0]["id"])
         except (KeyError, IndexError, TypeError):
             raise BenchError(f"GET {self.target.base}/v1/models lists no model; name one with --model") from None
+
+
+async def _mark_reused(session: aiohttp.ClientSession, context: SimpleNamespace, params: object) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx["reused"] = True
 
 
 def _record(item: LoadItem, sent: float, status: str, detail: str, stream: ReplyStream) -> RequestRecord:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+RejectingLimit = Literal["tenant", "machine"]
+
 
 class PellucidError(Exception):
     """Base of every error whose message is meant for the user. Commands print it as one line and exit with 2."""
@@ -12,14 +16,19 @@ class ConfigError(PellucidError):
 
 
 class RequestRejected(PellucidError):
-    """A request that can never be served by this engine, refused when it is added.
+    """A request that is refused when it is added: it can never be served by this engine, or not now.
 
-    `code` is a stable machine-readable word; the numbers are in the message.
+    `code` is a stable machine-readable word; the numbers are in the message. `retry_after` is None for what can never
+    be served, else the seconds after which asking again makes sense; `limit` then says whose bound it was.
     """
 
-    def __init__(self, code: str, message: str) -> None:
+    def __init__(
+        self, code: str, message: str, *, retry_after: float | None = None, limit: RejectingLimit | None = None
+    ) -> None:
         super().__init__(message)
         self.code = code
+        self.retry_after = retry_after
+        self.limit = limit
 
 
 class IllegalTransition(PellucidError):

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "deadline"]
+"""Why a request ended; "deadline": its deadline passed while it waited, and nothing of it was or will be computed."""
+
+
+class Queued(NamedTuple):
+    """A request was accepted. `predicted_ttft` is what it may expect from now to its first token, in seconds; None
+    where nothing is known yet of the machine's speed."""
+
+    request_id: str
+    predicted_ttft: float | None
 
 
 class Admitted(NamedTuple):
@@ -45,7 +54,7 @@ class Finished(NamedTuple):
     causes: tuple[tuple[str, float], ...]
 
 
-Event = Admitted | TokensGenerated | Preempted | Finished
+Event = Queued | Admitted | TokensGenerated | Preempted | Finished
 
 
 class BlockStored(NamedTuple):

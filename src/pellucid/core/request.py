@@ -54,7 +54,9 @@ class Request:
 
     `prompt` is a sequence of token ids; in a simulator it may be a `range` of the right length whose values mean
     nothing, with `block_keys` naming the blocks instead (a trace's hash ids, full blocks in position order).
-    `cache_key` names the prefix-cache namespace; the core compares it and never learns what it means.
+    `cache_key` names the prefix-cache namespace; the core compares it and never learns what it means. The first
+    `num_public_blocks` blocks live in the namespace `public_key` instead, which others may share; what follows them is
+    found under `cache_key` only. `priority`: lower is served first. `deadline` is on the clock of `arrival`.
     `match_limit` bounds how many prompt tokens may come from the cache (0: none; None: no bound).
     """
 
@@ -67,6 +69,8 @@ class Request:
     deadline: float | None = None
     cache_key: bytes = b""
     match_limit: int | None = None
+    public_key: bytes = b""
+    num_public_blocks: int = 0
     block_keys: tuple[Hashable, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -77,8 +81,9 @@ class Request:
         """A JSON-ready dict; fields at their default are left out. `from_json` reads it back to an equal request."""
         row: dict[str, Any] = {"id": self.id, "prompt": list(self.prompt), "sampling": _changed(self.sampling)}
         row |= _changed(self, leave_out=("id", "prompt", "sampling"))
-        if self.cache_key:
-            row["cache_key"] = self.cache_key.hex()
+        for name in ("cache_key", "public_key"):
+            if name in row:
+                row[name] = row[name].hex()
         return row
 
     @classmethod
@@ -98,6 +103,8 @@ class Request:
             deadline=row.get("deadline"),
             cache_key=bytes.fromhex(row.get("cache_key", "")),
             match_limit=row.get("match_limit"),
+            public_key=bytes.fromhex(row.get("public_key", "")),
+            num_public_blocks=row.get("num_public_blocks", 0),
             block_keys=None if keys is None else tuple(keys),
         )
 

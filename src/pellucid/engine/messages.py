@@ -26,6 +26,8 @@ class Add(msgspec.Struct, tag=True):
     deadline: float | None
     cache_key: bytes
     match_limit: int | None
+    public_key: bytes
+    num_public_blocks: int
 
     @classmethod
     def of(cls, request: Request) -> Add:
@@ -39,6 +41,8 @@ class Add(msgspec.Struct, tag=True):
             deadline=request.deadline,
             cache_key=request.cache_key,
             match_limit=request.match_limit,
+            public_key=request.public_key,
+            num_public_blocks=request.num_public_blocks,
         )
 
     def request(self) -> Request:

@@ -1,12 +1,18 @@
 """What a step costs, as far as the core needs to know: features of a step in, seconds out.
 
-A roofline prior, a table fitted on this machine and a recorded profile all satisfy `CostModel`; `build.py` injects one.
-A model here is not a straight line in tokens: step time has a knee where compute overtakes bandwidth and another where
-kernels change path.
+`FittedCost` is the model that serves: it starts from a prior (the planner's roofline, injected as numbers) and is fitted
+to this machine's own steps as they are committed. Step time is no straight line in tokens, it has a knee where compute
+overtakes bandwidth and others where kernels change path; so new tokens go through a table of buckets, and the rest
+(attended tokens, context read, sequences, samples, copied bytes) is linear:
+
+    seconds = table(num_tokens) + sum of coefficient * feature
+
+The state is a function of prior and committed steps alone, so a replayed run predicts what the recorded one did.
 """
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import NamedTuple, Protocol
 
 from pellucid.core.plan import StepPlan
@@ -40,6 +46,103 @@ class CostModel(Protocol):
     """Predicts the wall time of a step from its features."""
 
     def predict(self, features: StepFeatures) -> Prediction: ...
+
+
+class CostPrior(NamedTuple):
+    """What is believed of step time before any step. `table`: seconds of a step of 1, 2, 4, 8 ... new tokens without
+    context; behind its last entry seconds grow in proportion. The others are seconds for each unit of the feature of
+    that name (see `StepFeatures`)."""
+
+    table: tuple[float, ...]
+    attended: float
+    context: float
+    sequence: float
+    sample: float
+    copied_byte: float
+
+
+DEFAULT_PRIOR = CostPrior(
+    table=tuple(1e-3 + 2e-4 * 2**i for i in range(12)),
+    attended=1e-8,
+    context=1e-8,
+    sequence=1e-5,
+    sample=1e-5,
+    copied_byte=2e-10,
+)
+"""For engines that were told nothing: a slow machine, so that the first steps are too small and not too large."""
+
+_SPREAD_MEMORY = 0.05
+_OUTLIER = 3.0
+_START_SPREAD = 0.3
+_DRIFT = 0.003
+
+
+class FittedCost:
+    """A step-time model fitted online, one scalar Kalman update for each coefficient that a step touches.
+
+    Coefficients are taken as independent (the covariance is kept diagonal): an update costs some ten multiplications
+    instead of a matrix product, and a prior keeps apart what single steps cannot. Each coefficient's variance starts at
+    its own square and never falls below a drift of 0.3 % a step, which is the forgetting. A residual counts for at most
+    three standard deviations, so that one step that the host stole moves the table little. Coefficients stay >= 0.
+    """
+
+    def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:
+        if len(prior.table) < 2 or min(*prior.table, *prior[1:]) < 0:
+            raise ValueError(f"a prior needs a table of at least 2 entries and nothing below 0; got {prior}")
+        self._num_knots = len(prior.table)
+        self._theta = [*prior.table, *prior[1:]]
+        self._variance = [value * value for value in self._theta]
+        self._relative_variance = _START_SPREAD**2
+        self.num_observed = 0
+
+    def predict(self, features: StepFeatures) -> Prediction:
+        index, low, high = self._bucket(features.num_tokens)
+        theta, n = self._theta, self._num_knots
+        seconds = (
+            low * theta[index]
+            + high * theta[index + 1]
+            + features.num_attended * theta[n]
+            + features.num_context * theta[n + 1]
+            + features.num_sequences * theta[n + 2]
+            + features.num_samples * theta[n + 3]
+            + features.copied_bytes * theta[n + 4]
+        )
+        return Prediction(seconds, seconds * sqrt(self._relative_variance))
+
+    def observe(self, features: StepFeatures, seconds: float) -> None:
+        """Learn that a step of these features took `seconds`."""
+        predicted = self.predict(features).seconds
+        noise = self._relative_variance * max(predicted, seconds * 0.1) ** 2 + 1e-12
+        inputs = self._inputs(features)
+        theta, variance = self._theta, self._variance
+        total = noise + sum(x * x * variance[i] for i, x in inputs)
+        limit = _OUTLIER * sqrt(total)
+        surprise = min(max(seconds - predicted, -limit), limit)
+        for i, x in inputs:
+            gain = variance[i] * x / total
+            theta[i] = max(0.0, theta[i] + gain * surprise)
+            drift = _DRIFT * theta[i]
+            variance[i] = variance[i] * (1.0 - gain * x) + drift * drift
+        relative = surprise / max(predicted, 1e-9)
+        self._relative_variance += _SPREAD_MEMORY * (min(relative * relative, 1.0) - self._relative_variance)
+        self.num_observed += 1
+
+    def _bucket(self, num_tokens: int) -> tuple[int, float, float]:
+        """The lower of the two knots around `num_tokens` and the weights of both; behind the last knot in proportion
+        to it, and 0 for a step without tokens."""
+        if num_tokens <= 1:
+            return 0, float(num_tokens), 0.0
+        index = min(num_tokens.bit_length() - 1, self._num_knots - 1)
+        if index == self._num_knots - 1:
+            return index - 1, 0.0, num_tokens / (1 << index)
+        high = num_tokens / (1 << index) - 1.0
+        return index, 1.0 - high, high
+
+    def _inputs(self, features: StepFeatures) -> list[tuple[int, float]]:
+        index, low, high = self._bucket(features.num_tokens)
+        inputs = [(index, low), (index + 1, high)]
+        inputs += ((self._num_knots + i, float(value)) for i, value in enumerate(features[1:]))
+        return [(i, x) for i, x in inputs if x]
 
 
 def features_of(plan: StepPlan, bytes_per_block: int = 0) -> StepFeatures:

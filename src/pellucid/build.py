@@ -25,7 +25,7 @@ from pellucid.engine.engine import Engine
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.sources import DEFAULT_MODEL, ModelFiles, resolve
-from pellucid.planner.quantity import parse_bytes
+from pellucid.planner.quantity import parse_bytes, parse_seconds
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.config import resolve as resolve_runtime
 from pellucid.runtime.memory import blocks_that_fit
@@ -38,6 +38,13 @@ OnOff = Literal["on", "off"]
 def _setting(default: Any, help: str, **more: Any) -> Any:
     """A field whose flag, environment variable and configuration key are all made from it (see `cli/options.py`)."""
     return field(default=default, metadata={"help": help, **more})
+
+
+def parse_seconds_or_off(text: str) -> float:
+    """Seconds above 0, or 0.0 for "off"."""
+    if text in ("off", "0.0"):
+        return 0.0
+    return parse_seconds(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +66,18 @@ class EngineSettings:
     )
     seed: int = _setting(0, "Seed of requests that bring none.")
     prefix_cache: OnOff = _setting("on", "Reuse the KV blocks of prompts and replies that begin alike.")
+    step_target: float = _setting(
+        0.05,
+        "Time that prompts may stretch a step to, such as 50ms: bounds the gaps between tokens that users see; off "
+        "fills steps up to the token budget.",
+        parser=parse_seconds_or_off,
+        metavar="TIME|off",
+        shown="50ms",
+    )
+    policy: Literal["auto", "fcfs", "priority", "fair"] = _setting(
+        "auto", "Order in which prompts are served: auto is fair where tenants are configured, else fcfs."
+    )
+    max_waiting: int = _setting(4096, "Most requests that wait; further ones are answered 503 with Retry-After.")
     chunked_prefill: OnOff = _setting("on", "Cut long prompts into steps; off computes a prompt in one step.")
     weights: Literal["auto", "bf16", "int8", "int4"] = _setting(
         "auto", "How the native kernels hold weights; auto keeps the precision of the model's files."
@@ -123,6 +142,10 @@ def plan_engine(settings: EngineSettings, model: ModelConfig) -> SchedulerConfig
         token_budget=settings.token_budget,
         prefix_cache=settings.prefix_cache == "on",
         chunked_prefill=settings.chunked_prefill == "on",
+        step_target=settings.step_target or None,
+        policy="fcfs" if settings.policy == "auto" else settings.policy,
+        max_waiting=settings.max_waiting,
+        bytes_per_block=spec.bytes_per_token * settings.block_size,
         eos_token_ids=model.eos_token_ids,
     )
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from pellucid.core.cost import DEFAULT_PRIOR, CostPrior
 from pellucid.core.errors import ConfigError, RequestRejected
+from pellucid.core.tenants import Tenant
+
+PolicyName = Literal["fcfs", "priority", "fair"]
+PreemptionFate = Literal["auto", "swap", "recompute"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +20,14 @@ class SchedulerConfig:
     With `chunked_prefill` off a prompt is computed in one step however long, and the budget only bounds what else
     joins that step. `prefix_wait_steps` bounds for how many steps a request may wait for another one that is computing
     the prefix both need.
+
+    `step_target` is the time in seconds that prompts may stretch a step to (None: as far as the budget goes); the cost
+    model that predicts it starts from `cost_prior`. `policy` orders prompts; `fair_quantum` is how far, in weighted
+    tokens, `fair` lets one tenant lead; `aging_seconds` of waiting outweigh one level of priority. At most
+    `max_waiting` requests queue. `max_overtakes` smaller requests may pass one that does not fit the pool.
+
+    `num_host_blocks` blocks of host memory are the second tier, `bytes_per_block` what copying one moves; `preemption`
+    says whether blocks that will be wanted again are copied there, computed anew, or whichever is predicted cheaper.
     """
 
     num_blocks: int
@@ -25,6 +39,17 @@ class SchedulerConfig:
     chunked_prefill: bool = True
     prefix_wait_steps: int = 512
     eos_token_ids: tuple[int, ...] = ()
+    step_target: float | None = None
+    cost_prior: CostPrior = DEFAULT_PRIOR
+    policy: PolicyName = "fcfs"
+    fair_quantum: float = 2048.0
+    aging_seconds: float = 10.0
+    max_waiting: int = 4096
+    max_overtakes: int = 64
+    tenants: tuple[Tenant, ...] = ()
+    num_host_blocks: int = 0
+    bytes_per_block: int = 0
+    preemption: PreemptionFate = "auto"
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_context", "max_running", "token_budget"):
@@ -35,6 +60,12 @@ class SchedulerConfig:
                 f"token_budget ({self.token_budget}) is below max_running ({self.max_running}): some running sequences "
                 f"would get no token in a step; raise token_budget or lower max_running"
             )
+        if self.step_target is not None and not self.step_target > 0:
+            raise ConfigError(f"step_target is {self.step_target}; it must be above 0 seconds, or off")
+        if self.step_target is not None and not self.chunked_prefill:
+            raise ConfigError("with chunked prefill off there is nothing to fit into a step target: pass --step-target off, too")
+        if self.preemption == "swap" and not (self.num_host_blocks and self.prefix_cache):
+            raise ConfigError("preemption by swap needs host memory (--swap-memory) and the prefix cache")
 
     @property
     def pool_tokens(self) -> int:

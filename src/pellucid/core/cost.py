@@ -1,9 +1,9 @@
 """What a step costs, as far as the core needs to know: features of a step in, seconds out.
 
-`FittedCost` is the model that serves: it starts from a prior (the planner's roofline, injected as numbers) and is fitted
-to this machine's own steps as they are committed. Step time is no straight line in tokens, it has a knee where compute
-overtakes bandwidth and others where kernels change path; so new tokens go through a table of buckets, and the rest
-(attended tokens, context read, sequences, samples, copied bytes) is linear:
+`FittedCost` is the model that serves: it starts from a prior (the planner's roofline, injected as numbers) and is
+fitted to this machine's own steps as they are committed. Step time is no straight line in tokens, it has a knee where
+compute overtakes bandwidth and others where kernels change path; so new tokens go through a table of buckets, and the
+rest (attended tokens, context read, sequences, samples, copied bytes) is linear:
 
     seconds = table(num_tokens) + sum of coefficient * feature
 

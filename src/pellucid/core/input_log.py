@@ -11,14 +11,16 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pellucid.core.config import SchedulerConfig
+from pellucid.core.cost import CostPrior
 from pellucid.core.errors import RequestRejected
 from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.request import Request
+from pellucid.core.tenants import Tenant
 
 if TYPE_CHECKING:
     from pellucid.core.scheduler import Scheduler
 
-FORMAT = 1
+FORMAT = 2
 
 
 class InputLog:
@@ -32,6 +34,9 @@ class InputLog:
 
     def add(self, request: Request, now: float) -> None:
         self._write({"call": "add", "now": now, "request": request.to_json()})
+
+    def reconfigure(self, tenants: tuple[Tenant, ...], now: float) -> None:
+        self._write({"call": "reconfigure", "now": now, "tenants": [asdict(tenant) for tenant in tenants]})
 
     def abort(self, request_id: str, now: float) -> None:
         self._write({"call": "abort", "now": now, "id": request_id})
@@ -72,8 +77,7 @@ def replay(rows: Iterable[dict[str, Any]], build: Callable[[SchedulerConfig], Sc
         if call == "config":
             if row["format"] != FORMAT:
                 raise ValueError(f"input log of format {row['format']}; this version reads format {FORMAT}")
-            fields = dict(row["config"], eos_token_ids=tuple(row["config"]["eos_token_ids"]))
-            scheduler = build(SchedulerConfig(**fields))
+            scheduler = build(_config(row["config"]))
             continue
         if scheduler is None:
             raise ValueError(f"input log begins with {call!r}; expected 'config'")
@@ -82,6 +86,8 @@ def replay(rows: Iterable[dict[str, Any]], build: Callable[[SchedulerConfig], Sc
                 scheduler.add(Request.from_json(row["request"]), row["now"])
             except RequestRejected:
                 continue  # it was refused when the log was written, too
+        elif call == "reconfigure":
+            scheduler.reconfigure(_tenants(row["tenants"]), row["now"])
         elif call == "abort":
             scheduler.abort(row["id"], row["now"])
         elif call == "schedule":
@@ -91,6 +97,22 @@ def replay(rows: Iterable[dict[str, Any]], build: Callable[[SchedulerConfig], Sc
             scheduler.commit(_result(row), row["now"])
         else:
             raise ValueError(f"input log has an unknown call {call!r}")
+
+
+def _config(fields: dict[str, Any]) -> SchedulerConfig:
+    table, *others = fields["cost_prior"]
+    return SchedulerConfig(
+        **{
+            **fields,
+            "eos_token_ids": tuple(fields["eos_token_ids"]),
+            "cost_prior": CostPrior(tuple(table), *others),
+            "tenants": _tenants(fields["tenants"]),
+        }
+    )
+
+
+def _tenants(rows: list[dict[str, Any]]) -> tuple[Tenant, ...]:
+    return tuple(Tenant(**row) for row in rows)
 
 
 def _result(row: dict[str, Any]) -> StepResult:

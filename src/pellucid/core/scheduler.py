@@ -1,38 +1,53 @@
 """Decides what each step computes. Four calls: `add`, `abort`, `schedule`, `commit`; no clock, no device, no I/O.
 
-A step gives every running sequence what is due to it: one token to those that are one behind (decodes), then what is
-left of the token budget to those that are further behind (prompts, in order of arrival), then to newly admitted ones.
-There is no prefill phase: a prompt is a sequence that is far behind.
+A step gives every running sequence that is one token behind its token (decodes). What token budget and step target
+leave goes to those that are further behind, running or waiting, in the policy's order (`core/policy.py`); with a step
+target, half of it goes first to prompts that a step could read whole, shortest first, so that a short one never waits
+for a long one to be read. There is no prefill phase: a prompt is a sequence that is far behind.
 
 `schedule` may be called again before the previous plan is committed; chunks then start at `num_scheduled`, and the
 input token may be "the one sampled in the step before". Steps are executed and committed in the order of their plans.
 
 Guarantees: the budget is never exceeded by chunked work; every running sequence that is one token behind is served in
-every step (token_budget >= max_running); the oldest running sequence is never preempted, so the system as a whole
-always progresses; what does not fit the pool or the context is refused when it is added, and never later.
+every step (token_budget >= max_running) unless its tenant is more than a quantum ahead of one that waits; the oldest
+running sequence is never preempted, so the system as a whole always progresses; what does not fit the pool or the
+context is refused when it is added, and never later.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from heapq import heappop, heappush
+from itertools import islice
 from typing import NamedTuple
 
 from pellucid.core import ledger
 from pellucid.core.config import SchedulerConfig
+from pellucid.core.cost import FittedCost, StepFeatures
+from pellucid.core.draft import Draft
 from pellucid.core.errors import RequestRejected
 from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishReason, Preempted, TokensGenerated
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
-from pellucid.core.policy import Fcfs, Policy
+from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
 from pellucid.core.request import Request
 from pellucid.core.sequence import Sequence, Status
+from pellucid.core.service import ServiceBook
 from pellucid.core.shared_prefix import PrefixClaims
+from pellucid.core.tenants import Tenant
+
+SHORT_SHARE = 0.5
+"""The part of a step's prompt time that short prompts get before the policy's order is asked."""
+MAX_REFUSED = 16
+"""Waiting requests that are tried in vain in one step before it is left at that."""
 
 
-class Launched(NamedTuple):
+class Part(NamedTuple):
     """A chunk of a launched step: whose it is, and the epoch in which it was planned."""
 
     sequence: Sequence
@@ -40,23 +55,12 @@ class Launched(NamedTuple):
     epoch: int
 
 
-class Draft:
-    """The step being decided: chunks by sequence, and what is left of the budget."""
+class Launched(NamedTuple):
+    """A step that was planned and not yet committed."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget_left = budget
-        self.chunks: dict[int, Chunk] = {}
-        self.preempted = False
-
-    def put(self, chunk: Chunk) -> None:
-        self.chunks[chunk.seq_id] = chunk
-        self.budget_left -= chunk.num_tokens
-
-    def withdraw(self, sequence: Sequence) -> None:
-        """Take back what was given to `sequence` in this step, if anything."""
-        chunk = self.chunks.pop(sequence.id, None)
-        if chunk is not None:
-            self.budget_left += chunk.num_tokens
+    step_id: int
+    features: StepFeatures
+    parts: list[Part]
 
 
 class Scheduler:
@@ -66,18 +70,21 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         *,
-        policy: Policy | None = None,
         input_log: InputLog | None = None,
         on_block_event: Callable[[BlockEvent], None] | None = None,
     ) -> None:
         self.config = config
-        self.waiting: Policy = Fcfs() if policy is None else policy
+        self.cost = FittedCost(config.cost_prior)
+        self.book = ServiceBook(config.tenants, config.fair_quantum)
+        self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.kv = KVManager(
             config.num_blocks, config.block_size, prefix_cache=config.prefix_cache, on_block_event=on_block_event
         )
         self.claims = PrefixClaims(config.block_size)
-        self.in_flight: deque[tuple[int, list[Launched]]] = deque()
+        self.in_flight: deque[Launched] = deque()
+        self._head: Sequence | None = None  # the waiting sequence that did not fit and is being passed by others
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap of what waits
         self._by_request: dict[str, Sequence] = {}
         self._released: list[int] = []  # ids that the executor knows and may forget with the next plan
         self._events: list[Event] = []  # of schedule(), handed out by the next commit or abort
@@ -100,7 +107,10 @@ class Scheduler:
         sequence = Sequence(self._next_seq_id, request, self.config.block_size, num_prompt + num_output)
         self._next_seq_id += 1
         self._by_request[request.id] = sequence
+        self.book.wait(request.tenant)
         self.waiting.push(sequence)
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, sequence.id, sequence))
 
     def abort(self, request_id: str, now: float) -> list[Event]:
         """End a request now, wherever it is; its blocks are free at once. An unknown id is one that ended before."""
@@ -110,6 +120,13 @@ class Scheduler:
         if sequence is not None:
             self._finish(sequence, "abort", now)
         return self._take_events()
+
+    def reconfigure(self, tenants: tuple[Tenant, ...], now: float) -> None:
+        """Take new weights and limits of tenants; requests that are already queued or running stay."""
+        if self._log is not None:
+            self._log.reconfigure(tenants, now)
+        self.config = replace(self.config, tenants=tenants)
+        self.book.reconfigure(tenants)
 
     @property
     def has_work(self) -> bool:
@@ -128,70 +145,168 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed until something is added or committed."""
-        draft = Draft(self.config.token_budget)
-        self._continue_running(draft, now)
-        if not draft.preempted:
-            self._admit_waiting(draft, now)
+        self._expire(now)
+        draft = Draft(self.config, self.cost)
+        deferred = self._continue_decodes(draft, now)
+        if len(self.waiting) or self._prompts(draft):
+            self._serve_prompts(draft, now)
+        self._serve_deferred(deferred, draft, now)
         plan = self._seal(draft)
         if self._log is not None:
             self._log.schedule(now, plan)
         return plan
 
-    def _continue_running(self, draft: Draft, now: float) -> None:
-        """Due decodes first, so that no prompt can take their place; then prompts, oldest first."""
-        running = list(self.running.values())
-        decodes = [sequence for sequence in running if sequence.num_due == 1]
-        prompts = sorted((s for s in running if s.num_due > 1), key=lambda sequence: sequence.id)
-        for sequence in decodes + prompts:
-            if draft.budget_left <= 0:
-                break
-            if sequence.status is Status.RUNNING:  # it may have been preempted for one before it
-                self._grant(sequence, draft, now)
+    def _expire(self, now: float) -> None:
+        """End requests whose deadline passed before anything of theirs was computed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = heappop(self._deadlines)[2]
+            if sequence.status is Status.WAITING and sequence.num_preemptions == 0:
+                self._finish(sequence, "deadline", now)
 
-    def _grant(self, sequence: Sequence, draft: Draft, now: float) -> None:
-        """Give a running sequence as much of what is due as budget and pool allow, preempting others if it must."""
+    def _continue_decodes(self, draft: Draft, now: float) -> list[Sequence]:
+        """One token to each running sequence that is one behind, before any prompt; returns those that may wait."""
+        behind = self.waiting.deferred()
+        later = []
+        for sequence in list(self.running.values()):
+            if sequence.num_due != 1 or sequence.status is not Status.RUNNING:
+                continue  # further behind, or preempted for one before it
+            if sequence.request.tenant in behind:
+                later.append(sequence)
+            elif draft.budget_left > 0:
+                self._grant(sequence, 1, draft, now)
+        return later
+
+    def _serve_deferred(self, deferred: list[Sequence], draft: Draft, now: float) -> None:
+        """What the others left, to sequences of tenants that are ahead; all of them where there are no others."""
+        limit = draft.seconds_at(1.0) if draft.chunks else None
+        for sequence in deferred:
+            if sequence.status is Status.RUNNING and draft.room(sequence, 1, limit):
+                self._grant(sequence, 1, draft, now)
+
+    def _serve_prompts(self, draft: Draft, now: float) -> None:
+        """Share what the draft leaves among prompts: half to short ones first, then all in the policy's order."""
+        draft.promised = sum(self._num_promised(sequence) for sequence in self.running.values())
+        for sequence in self.waiting.window():
+            sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
+        half = draft.seconds_at(SHORT_SHARE)
+        if half is not None:
+            for sequence in self._short_prompts(draft):
+                if draft.exhausted(half):
+                    break
+                self._serve(sequence, draft, half, now)
+        whole = draft.seconds_at(1.0)
+        for sequence in self.waiting.order(self._prompts(draft)):
+            if draft.exhausted(whole):
+                break
+            self._serve(sequence, draft, whole, now)
+
+    def _prompts(self, draft: Draft) -> list[Sequence]:
+        """Running sequences that could compute more in this step than they have been given."""
+        chunks = draft.chunks
+        return [
+            sequence
+            for sequence in self.running.values()
+            if sequence.num_due > 1
+            or (sequence.num_due == 1 and sequence.id in chunks and not chunks[sequence.id].samples)
+        ]
+
+    def _short_prompts(self, draft: Draft) -> list[Sequence]:
+        """Prompts with no more left than one step may compute, the shortest first."""
+        left = [(sequence.num_due, sequence.id, sequence) for sequence in self._prompts(draft)]
+        left += [(s.num_due - s.num_matched, s.id, s) for s in islice(self.waiting, WINDOW)]
+        behind = self.waiting.deferred()
+        return [s for n, _, s in sorted(left) if n <= self.config.token_budget and s.request.tenant not in behind]
+
+    def _serve(self, sequence: Sequence, draft: Draft, limit: float | None, now: float) -> None:
+        """Give a prompt as much as fits, starting it if it waits and may start."""
+        if sequence.status is Status.WAITING:
+            if draft.preempted or draft.num_refused >= MAX_REFUSED or not self._admit(sequence, draft, now):
+                return
+        elif sequence.status is not Status.RUNNING:
+            return  # preempted for one before it
+        count = draft.room(sequence, sequence.num_due, limit)
+        if count:
+            self._grant(sequence, count, draft, now)
+
+    def _grant(self, sequence: Sequence, count: int, draft: Draft, now: float) -> None:
+        """Compute `count` due tokens of a running sequence, or as many as the pool has room for, but at least one;
+        others are preempted if they must."""
         while True:
-            count = self._num_grantable(sequence, draft)
+            room = len(sequence.block_table) + self.kv.num_reclaimable
+            if self.config.chunked_prefill:
+                count = max(1, min(count, room * self.config.block_size - sequence.num_scheduled))
+            num_before = len(sequence.block_table)
             if self.kv.reserve(sequence, sequence.num_scheduled + count):
                 break
-            victim = choose_victim(self.running.values())
+            victim = choose_victim(self.running.values(), self.waiting.victim_key)
             if victim is None:  # transfers under way hold what is missing
                 return
+            draft.preempted = True
             self._preempt(victim, draft, now)
             if victim is sequence:
                 return
-        start, end = sequence.num_scheduled, sequence.num_scheduled + count
-        samples = end == sequence.num_known
-        draft.put(Chunk(sequence.id, start, end, samples))
-        sequence.num_scheduled = end
-        sequence.num_pending += samples
+        draft.promised -= len(sequence.block_table) - num_before
+        draft.put(sequence, count)
+        self._charge_prompt(sequence)
 
-    def _num_grantable(self, sequence: Sequence, draft: Draft) -> int:
-        """Tokens to compute for `sequence`: what is due, within budget and the blocks at hand, but at least one."""
-        if not self.config.chunked_prefill:
-            return sequence.num_due
-        room = len(sequence.block_table) + self.kv.num_reclaimable
-        fitting = room * self.config.block_size - sequence.num_scheduled
-        return max(1, min(sequence.num_due, draft.budget_left, fitting))
+    def _charge_prompt(self, sequence: Sequence) -> None:
+        end = min(sequence.num_scheduled, sequence.num_prompt)
+        if end > sequence.num_charged:
+            self.book.charge(sequence.request.tenant, prompt=end - sequence.num_charged)
+            sequence.num_charged = end
 
-    def _admit_waiting(self, draft: Draft, now: float) -> None:
-        """Start waiting sequences in the policy's order while slots, budget and memory last.
+    def _admit(self, sequence: Sequence, draft: Draft, now: float) -> bool:
+        """Start a waiting sequence if slots, memory and its tenant's limits allow it, preempting whoever must give way.
 
-        A sequence is admitted only if all its tokens fit beside what every running one needs up to its next token:
-        otherwise prompts would be started that preempt each other half way. The first that does not fit ends the round.
+        It is admitted only if all its tokens fit beside what every running one needs up to its next token: otherwise
+        prompts would be started that preempt each other half way. One that does not fit is passed by others, within a
+        bound.
         """
-        promised = sum(self._num_promised(sequence) for sequence in self.running.values())
-        for sequence in self.waiting:
-            if len(self.running) >= self.config.max_running or draft.budget_left <= 0:
-                return
-            match = self._match_unless_awaiting(sequence)
-            if match is None:
-                continue
-            if not self.kv.can_attach(match, self._num_needed(sequence), promised):
-                return
-            self._start(sequence, match, draft, now)
-            self._grant(sequence, draft, now)
-            promised += self._num_promised(sequence)
+        head = self._head
+        passes = head is not None and head.id < sequence.id
+        if head is not None and passes and head.num_overtaken >= self._max_overtakes(head):
+            return False
+        match = None if self._at_tenant_limit(sequence) else self._match_unless_awaiting(sequence)
+        if match is None:
+            return False
+        while not self._fits(sequence, match, draft):
+            victim = choose_victim(
+                self.running.values(), self.waiting.victim_key, willing=partial(self.waiting.owed, sequence)
+            )
+            if victim is None:
+                draft.num_refused += 1
+                if not passes:
+                    self._head = sequence
+                return False
+            draft.promised -= self._num_promised(victim)
+            self._preempt(victim, draft, now)
+        if head is sequence:
+            self._head = None
+        elif head is not None and passes:
+            head.num_overtaken += 1
+        self._start(sequence, match, now)
+        draft.promised += self._num_promised(sequence)
+        return True
+
+    def _fits(self, sequence: Sequence, match: PrefixMatch, draft: Draft) -> bool:
+        if len(self.running) >= self.config.max_running:
+            return False
+        return self.kv.can_attach(match, self._num_needed(sequence), draft.promised)
+
+    def _max_overtakes(self, head: Sequence) -> int:
+        """Who was preempted is passed by nobody: newcomers would evict what is still cached of it."""
+        return 0 if head.num_preemptions else self.config.max_overtakes
+
+    def _at_tenant_limit(self, sequence: Sequence) -> bool:
+        """Whether the sequence's tenant runs as many requests, or holds as many blocks, as it may."""
+        account = self.book.account(sequence.request.tenant)
+        tenant = account.tenant
+        if tenant.max_running is not None and account.num_running >= tenant.max_running:
+            return True
+        if tenant.kv_share == 1.0 or account.num_running == 0:
+            return False
+        held = sum(len(s.block_table) for s in self.running.values() if s.request.tenant == tenant.name)
+        return held + self.kv.num_blocks_for(self._num_needed(sequence)) > tenant.kv_share * self.config.num_blocks
 
     def _num_promised(self, sequence: Sequence) -> int:
         """Blocks a running sequence still needs for the tokens it has and the next one."""
@@ -215,24 +330,26 @@ class Scheduler:
         sequence.awaited = None
         return match
 
-    def _start(self, sequence: Sequence, match: PrefixMatch, draft: Draft, now: float) -> None:
+    def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         self.waiting.remove(sequence)
+        self.book.start(sequence.request.tenant)
         sequence.become(Status.RUNNING)
         self.running[sequence.id] = sequence
         self.kv.attach(sequence, match)
         self.claims.renew(sequence)
         sequence.ledger.switch(ledger.PREFILL, now)
         if sequence.num_preemptions == 0:
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = sequence.num_charged = sequence.num_computed
+            self.book.charge(sequence.request.tenant, cached=sequence.num_cached)
             queued = now - sequence.request.arrival
             self._events.append(Admitted(sequence.request.id, sequence.num_prompt, sequence.num_cached, queued))
 
     def _preempt(self, sequence: Sequence, draft: Draft, now: float) -> None:
         """Take all blocks back; the sequence waits in its old place and computes again what the cache has lost."""
-        draft.preempted = True
         draft.withdraw(sequence)
         num_lost = sequence.num_computed
         self._leave_running(sequence)
+        self.book.stop_to_wait(sequence.request.tenant)
         sequence.become(Status.WAITING)
         sequence.epoch += 1
         sequence.num_pending = 0
@@ -243,9 +360,9 @@ class Scheduler:
 
     def _seal(self, draft: Draft) -> StepPlan | None:
         """Freeze the draft into a plan and remember what was launched."""
-        if not draft.chunks:
+        if not draft.chunks and not draft.transfers:
             return None
-        launched = [Launched(self.running[i], chunk, self.running[i].epoch) for i, chunk in draft.chunks.items()]
+        launched = [Part(self.running[i], chunk, self.running[i].epoch) for i, chunk in draft.chunks.items()]
         new, updates = [], []
         for sequence, _, _ in launched:
             if not sequence.announced:
@@ -262,10 +379,12 @@ class Scheduler:
             new=tuple(new),
             blocks=tuple(updates),
             released=tuple(self._released),
+            copies=tuple(draft.copies),
+            transfers=tuple(draft.transfers),
         )
         self._next_step_id += 1
         self._released = []
-        self.in_flight.append((plan.step_id, launched))
+        self.in_flight.append(Launched(plan.step_id, draft.features, launched))
         return plan
 
     # -- fold in -------------------------------------------------------------------------------------------------
@@ -274,13 +393,14 @@ class Scheduler:
         """Fold the result of the oldest launched step back in; returns what happened since the last call."""
         if self._log is not None:
             self._log.commit(result, now)
-        step_id, launched = self.in_flight.popleft()
-        if result.step_id != step_id or len(result.tokens) != len(launched):
+        step_id, features, parts = self.in_flight.popleft()
+        if result.step_id != step_id or len(result.tokens) != len(parts):
             raise ValueError(
                 f"result of step {result.step_id} with {len(result.tokens)} chunks; expected step {step_id} with "
-                f"{len(launched)}"
+                f"{len(parts)}"
             )
-        for (sequence, chunk, epoch), tokens in zip(launched, result.tokens, strict=True):
+        self.cost.observe(features, result.seconds)
+        for (sequence, chunk, epoch), tokens in zip(parts, result.tokens, strict=True):
             # Ended or preempted after the launch: the blocks are gone, and so is what was computed into them.
             if sequence.status is Status.RUNNING and sequence.epoch == epoch:
                 self._fold(sequence, chunk, tokens, now)
@@ -295,6 +415,7 @@ class Scheduler:
             return
         accepted, reason = self._accept(sequence, tokens)
         sequence.tokens.extend(accepted)
+        self.book.charge(sequence.request.tenant, output=len(accepted))
         sequence.ledger.switch(ledger.DECODE, now)
         self._events.append(TokensGenerated(sequence.request.id, accepted, sequence.num_cached))
         if reason is not None:
@@ -313,8 +434,12 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         if sequence.status is Status.RUNNING:
             self._leave_running(sequence)
+            self.book.stop(sequence.request.tenant)
         else:
             self.waiting.remove(sequence)
+            self.book.unwait(sequence.request.tenant)
+        if self._head is sequence:
+            self._head = None
         sequence.become(Status.FINISHED)
         del self._by_request[sequence.request.id]
         self._events.append(

@@ -58,7 +58,10 @@ class Sequence:
         "max_length",
         "node",
         "num_cached",
+        "num_charged",
         "num_computed",
+        "num_matched",
+        "num_overtaken",
         "num_pending",
         "num_preemptions",
         "num_prompt",
@@ -92,6 +95,9 @@ class Sequence:
         self.awaited: Claim | None = None  # the block that another request is computing for both
         self.num_waited_steps = 0  # steps spent waiting for another request's prefix
         self.num_preemptions = 0
+        self.num_matched = 0  # tokens found in the cache when it was last looked up
+        self.num_overtaken = 0  # admissions that passed it while it did not fit
+        self.num_charged = 0  # prompt tokens that its tenant has been charged for
         self.epoch = 0  # grows with each preemption: results of steps launched before it are stale
         self._keys: list[Hashable] = []
 

@@ -1,0 +1,128 @@
+"""The step being decided: its chunks so far, what they are predicted to cost, and what still fits.
+
+Two bounds. The token budget is hard. The step target is a time: a chunk may take as many tokens as keep the predicted
+step at or under it. Due decodes are not asked (a user's next token never waits for a forecast), and prompts always get
+`PROMPT_FLOOR` tokens a step between them, so that they progress beside decodes that fill the target alone.
+"""
+
+from __future__ import annotations
+
+from pellucid.core.config import SchedulerConfig
+from pellucid.core.cost import CostModel, Prediction, StepFeatures
+from pellucid.core.plan import BlockCopy, Chunk, Transfer
+from pellucid.core.sequence import Sequence
+
+PROMPT_FLOOR = 32
+"""Prompt tokens that every step may compute whatever its predicted time (within the token budget)."""
+
+
+class Draft:
+    """Chunks by sequence id, and the step's features as they add up."""
+
+    def __init__(self, config: SchedulerConfig, cost: CostModel) -> None:
+        self._cost = cost
+        self._target = config.step_target
+        self._chunked = config.chunked_prefill
+        self._bytes_per_block = config.bytes_per_block
+        self.budget_left = config.token_budget
+        self.chunks: dict[int, Chunk] = {}
+        self.copies: list[BlockCopy] = []
+        self.transfers: list[Transfer] = []
+        self.promised = 0  # blocks that running sequences will need up to their next token
+        self.preempted = False  # somebody lost blocks in this step: nobody new is started
+        self.num_refused = 0  # waiting sequences that were tried in vain
+        self._floor_left = PROMPT_FLOOR
+        self._num_attended = self._num_context = self._num_tokens = self._num_samples = self._num_moved = 0
+
+    @property
+    def features(self) -> StepFeatures:
+        return StepFeatures(
+            self._num_tokens,
+            self._num_attended,
+            self._num_context,
+            len(self.chunks),
+            self._num_samples,
+            self._num_moved * self._bytes_per_block,
+        )
+
+    @property
+    def predicted(self) -> Prediction:
+        """What the step costs as drafted."""
+        return self._cost.predict(self.features)
+
+    def moved(self, num_blocks: int) -> None:
+        """`num_blocks` blocks are copied in this step."""
+        self._num_moved += num_blocks
+
+    def put(self, sequence: Sequence, count: int) -> None:
+        """Compute the next `count` due tokens of `sequence`; a chunk that it has already in this step grows."""
+        before = self.chunks.get(sequence.id)
+        start, end = sequence.num_scheduled, sequence.num_scheduled + count
+        samples = end == sequence.num_known
+        self.chunks[sequence.id] = Chunk(sequence.id, start if before is None else before.start, end, samples)
+        self._count(start, end, samples, end if before is None else count)
+        if end - start > 1 or before is not None:
+            self._floor_left -= count
+        sequence.num_scheduled = end
+        sequence.num_pending += samples
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Take back what was given to `sequence` in this step, if anything; its own counters are the caller's."""
+        chunk = self.chunks.pop(sequence.id, None)
+        if chunk is None:
+            return
+        num_tokens = chunk.end - chunk.start
+        self.budget_left += num_tokens
+        self._num_tokens -= num_tokens
+        self._num_attended -= num_tokens * (chunk.start + chunk.end + 1) // 2
+        self._num_context -= chunk.end
+        self._num_samples -= chunk.samples
+
+    def seconds_at(self, share: float) -> float | None:
+        """The predicted time at which `share` of what the target leaves beside the present draft is used up."""
+        if self._target is None:
+            return None
+        base = self.predicted.seconds
+        return base + share * (self._target - base)
+
+    def exhausted(self, limit: float | None) -> bool:
+        """Whether no prompt token fits any more, whoever's."""
+        if self.budget_left <= 0:
+            return True
+        return limit is not None and self._floor_left <= 0 and self.predicted.seconds >= limit
+
+    def room(self, sequence: Sequence, want: int, limit: float | None) -> int:
+        """How many of `want` more tokens of a prompt fit in the budget and in a step of `limit` seconds (None: any)."""
+        if not self._chunked:
+            return want if self.budget_left > 0 else 0
+        want = min(want, self.budget_left)
+        if limit is None or want <= 0:
+            return max(want, 0)
+        low, high = min(want, max(0, self._floor_left)), want
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._cost.predict(self._features_with(sequence, middle)).seconds <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _features_with(self, sequence: Sequence, count: int) -> StepFeatures:
+        before = self.chunks.get(sequence.id)
+        start, end = sequence.num_scheduled, sequence.num_scheduled + count
+        return StepFeatures(
+            self._num_tokens + count,
+            self._num_attended + count * (start + end + 1) // 2,
+            self._num_context + (end if before is None else count),
+            len(self.chunks) + (before is None),
+            self._num_samples + (end == sequence.num_known),
+            self._num_moved * self._bytes_per_block,
+        )
+
+    def _count(self, start: int, end: int, samples: bool, context: int) -> None:
+        count = end - start
+        self.budget_left -= count
+        self._num_tokens += count
+        self._num_attended += count * (start + end + 1) // 2
+        self._num_context += context
+        self._num_samples += samples

@@ -42,7 +42,7 @@ def _setting(default: Any, help: str, **more: Any) -> Any:
 
 def parse_seconds_or_off(text: str) -> float:
     """Seconds above 0, or 0.0 for "off"."""
-    if text in ("off", "0.0"):
+    if text in ("off", "0", "0.0"):
         return 0.0
     return parse_seconds(text)
 

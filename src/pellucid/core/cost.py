@@ -83,7 +83,9 @@ class FittedCost:
     Coefficients are taken as independent (the covariance is kept diagonal): an update costs some ten multiplications
     instead of a matrix product, and a prior keeps apart what single steps cannot. Each coefficient's variance starts at
     its own square and never falls below a drift of 0.3 % a step, which is the forgetting. A residual counts for at most
-    three standard deviations, so that one step that the host stole moves the table little. Coefficients stay >= 0.
+    three standard deviations, so that one step that the host stole moves the table little. Coefficients stay >= 0, and
+    twice the tokens take at least as long and at most twice as long: so what is learnt of small steps reaches the knots
+    of large ones that were not run for a while.
     """
 
     def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:
@@ -123,9 +125,18 @@ class FittedCost:
             theta[i] = max(0.0, theta[i] + gain * surprise)
             drift = _DRIFT * theta[i]
             variance[i] = variance[i] * (1.0 - gain * x) + drift * drift
+        self._straighten(inputs[0][0])
         relative = surprise / max(predicted, 1e-9)
         self._relative_variance += _SPREAD_MEMORY * (min(relative * relative, 1.0) - self._relative_variance)
         self.num_observed += 1
+
+    def _straighten(self, index: int) -> None:
+        """Bring the table's knots in line with knot `index`, outwards: each between its inner neighbour and twice it."""
+        theta = self._theta
+        for i in range(index + 1, self._num_knots):
+            theta[i] = min(max(theta[i], theta[i - 1]), 2.0 * theta[i - 1])
+        for i in range(index - 1, -1, -1):
+            theta[i] = min(max(theta[i], 0.5 * theta[i + 1]), theta[i + 1])
 
     def _bucket(self, num_tokens: int) -> tuple[int, float, float]:
         """The lower of the two knots around `num_tokens` and the weights of both; behind the last knot in proportion

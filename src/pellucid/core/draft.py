@@ -1,8 +1,9 @@
 """The step being decided: its chunks so far, what they are predicted to cost, and what still fits.
 
 Two bounds. The token budget is hard. The step target is a time: a chunk may take as many tokens as keep the predicted
-step at or under it. Due decodes are not asked (a user's next token never waits for a forecast), and prompts always get
-`PROMPT_FLOOR` tokens a step between them, so that they progress beside decodes that fill the target alone.
+step at or under it. Due decodes are not asked (a user's next token never waits for a forecast). So that prompts always
+progress, they may add `PROMPT_FLOOR` of what the decodes alone are predicted to take, and `PROMPT_FLOOR_TOKENS` tokens
+in any case: where decodes fill the target by themselves, it is missed by that much and no more.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from pellucid.core.cost import CostModel, Prediction, StepFeatures
 from pellucid.core.plan import BlockCopy, Chunk, Transfer
 from pellucid.core.sequence import Sequence
 
-PROMPT_FLOOR = 32
-"""Prompt tokens that every step may compute whatever its predicted time (within the token budget)."""
+PROMPT_FLOOR = 0.5
+PROMPT_FLOOR_TOKENS = 32
 
 
 class Draft:
@@ -31,7 +32,7 @@ class Draft:
         self.promised = 0  # blocks that running sequences will need up to their next token
         self.preempted = False  # somebody lost blocks in this step: nobody new is started
         self.num_refused = 0  # waiting sequences that were tried in vain
-        self._floor_left = PROMPT_FLOOR
+        self._floor_left = PROMPT_FLOOR_TOKENS
         self._num_attended = self._num_context = self._num_tokens = self._num_samples = self._num_moved = 0
 
     @property
@@ -79,11 +80,11 @@ class Draft:
         self._num_samples -= chunk.samples
 
     def seconds_at(self, share: float) -> float | None:
-        """The predicted time at which `share` of what the target leaves beside the present draft is used up."""
+        """The predicted time at which `share` of what the step has for prompts beside the present draft is used up."""
         if self._target is None:
             return None
         base = self.predicted.seconds
-        return base + share * (self._target - base)
+        return base + share * max(self._target - base, PROMPT_FLOOR * base)
 
     def exhausted(self, limit: float | None) -> bool:
         """Whether no prompt token fits any more, whoever's."""

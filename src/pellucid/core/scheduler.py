@@ -188,13 +188,12 @@ class Scheduler:
         draft.promised = sum(self._num_promised(sequence) for sequence in self.running.values())
         for sequence in self.waiting.window():
             sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
-        half = draft.seconds_at(SHORT_SHARE)
+        half, whole = draft.seconds_at(SHORT_SHARE), draft.seconds_at(1.0)
         if half is not None:
             for sequence in self._short_prompts(draft):
                 if draft.exhausted(half):
                     break
                 self._serve(sequence, draft, half, now)
-        whole = draft.seconds_at(1.0)
         for sequence in self.waiting.order(self._prompts(draft)):
             if draft.exhausted(whole):
                 break

@@ -7,7 +7,6 @@ OpenAI's shape; the OpenAPI schema is made from the same types.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -28,6 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pellucid import __version__
 from pellucid.core.errors import PellucidError
 from pellucid.engine.client import EngineClient
+from pellucid.server.access import Access, require_key, require_operator
 from pellucid.server.completions import Completions, encode_parts
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import ApiError, as_api_error, bad_request, not_ready
@@ -43,7 +43,8 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def create_app(engine: EngineClient, served: ServedModel, config: ServerConfig) -> FastAPI:
-    """The application. It closes `engine` when it shuts down. `app.state.metrics` is its ServerMetrics."""
+    """The application. It closes `engine` when it shuts down. `app.state` has its ServerMetrics as `metrics`, its keys
+    as `access`."""
     if config.served_model_name is not None:
         served = replace(served, name=config.served_model_name)
     metrics = ServerMetrics(lambda: asdict(engine.stats()))
@@ -55,6 +56,7 @@ def create_app(engine: EngineClient, served: ServedModel, config: ServerConfig) 
 
     app = FastAPI(title="Pellucid", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = metrics
+    app.state.access = Access.of_one_key(config.api_key)
     app.add_middleware(_Envelope, metrics=metrics)
     for kind in (PellucidError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
@@ -143,12 +145,12 @@ class _Routes:
 
     async def models(self, http: HttpRequest) -> Response:
         """The models served here."""
-        self._check_key(http)
+        require_key(http)
         return _json({"object": "list", "data": [self._model_card()]})
 
     async def model(self, http: HttpRequest, model: str) -> Response:
         """One model."""
-        self._check_key(http)
+        require_key(http)
         self._check_model(model)
         return _json(self._model_card())
 
@@ -162,7 +164,7 @@ class _Routes:
 
     async def metrics(self, http: HttpRequest) -> Response:
         """Prometheus metrics."""
-        self._check_key(http)
+        require_operator(http)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     def _health(self, *, alive: bool) -> Response:
@@ -182,7 +184,7 @@ class _Routes:
 
     async def _body(self, http: HttpRequest, kind: type[Body]) -> tuple[Body, Sequence[str]]:
         """The checked body of a request, and the harmless fields it ignored."""
-        self._check_key(http)
+        require_key(http)
         body, ignored = parse_body(await self._read(http), kind)
         if isinstance(body, CompletionBody | ChatBody):
             body.check()
@@ -198,19 +200,6 @@ class _Routes:
             if len(data) > limit:
                 raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
         return bytes(data)
-
-    def _check_key(self, http: HttpRequest) -> None:
-        if self._config.api_key is None:
-            return
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        wanted = self._config.api_key.encode()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), wanted):
-            raise ApiError(
-                401,
-                "a valid API key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:

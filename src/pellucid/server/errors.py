@@ -15,7 +15,7 @@ from pellucid.engine.client import EngineState
 
 RETRY_AFTER_SECONDS = 2  # an engine that is starting is asked again this soon
 
-_TYPES = {401: "authentication_error", 503: "service_unavailable", 500: "server_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 503: "service_unavailable", 500: "server_error"}
 _TOO_LONG = ("context_length_exceeded", "kv_pool_exceeded")  # one code for clients, which act on it
 
 

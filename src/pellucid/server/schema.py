@@ -15,6 +15,7 @@ from pellucid.telemetry.prometheus import CONTENT_TYPE
 ERROR_STATUSES: Mapping[int, str] = {
     400: "The request cannot be served as it is; the message says what to change.",
     401: "The API key is missing or wrong.",
+    403: "The API key is valid, but not for this.",
     404: "No such model.",
     413: "The body is too large.",
     503: "The engine is starting (see Retry-After) or has stopped.",

@@ -19,8 +19,10 @@ from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
 from pellucid.engine.remote import RemoteClient
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.planner.profile import state_directory
 from pellucid.server.app import create_app, make_server
 from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.server.tenancy import Tenancy, reload_on_hangup
 
 # The kernels want every core; text and HTTP take what they leave.
 HTTP_NICENESS = 10
@@ -60,8 +62,6 @@ async def _serve(
     progress: Loading,
 ) -> None:
     """Answer HTTP from the start (health says "starting"), announce the model when the engine is ready."""
-    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
-    os.nice(HTTP_NICENESS)
     served = ServedModel(
         name=config.served_model_name or model.files.name,
         tokenizer=model.tokenizer,
@@ -69,7 +69,12 @@ async def _serve(
         chat_template=model.chat_template,
         created=int(time.time()),
     )
-    server = make_server(create_app(engine, served, config), config)
+    tenancy = _tenancy(served, config)
+    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
+    if config.tenants is not None:
+        reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
+    os.nice(HTTP_NICENESS)
+    server = make_server(create_app(engine, served, config, tenancy), config)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await engine.wait_ready()
@@ -80,6 +85,13 @@ async def _serve(
         server.should_exit = True
         await asyncio.gather(listening, return_exceptions=True)
         await engine.close()
+
+
+def _tenancy(served: ServedModel, config: ServerConfig) -> Tenancy:
+    if config.tenants is None:
+        return Tenancy.single(config.api_key)
+    directory = state_directory(os.environ)
+    return Tenancy.of_file(config.tenants, served, api_key=config.api_key, state_directory=directory)
 
 
 def _announce(served: ServedModel, description: str, listener: socket.socket) -> None:

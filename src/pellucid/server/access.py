@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from starlette.requests import Request as HttpRequest
 
@@ -55,11 +55,6 @@ class Access:
     def __init__(self, keys: Sequence[KnownKey] | None) -> None:
         self._keys = keys
 
-    @classmethod
-    def of_one_key(cls, api_key: str | None) -> Access:
-        """A server without tenants: one key for everything, or none."""
-        return cls(None if api_key is None else [KnownKey(key_digest(api_key), ANYONE)])
-
     def identify(self, authorization: str) -> Caller:
         """The caller who brings this `Authorization` header. Raises ApiError (401)."""
         if self._keys is None:
@@ -80,10 +75,17 @@ class Access:
         return found
 
 
+class Keys(Protocol):
+    """What an application has as `app.state.tenancy`, as far as it matters here."""
+
+    @property
+    def access(self) -> Access: ...
+
+
 def require_key(http: HttpRequest) -> Caller:
     """Any caller known here. Raises ApiError (401)."""
-    access: Access = http.app.state.access
-    return access.identify(http.headers.get("authorization", ""))
+    tenancy: Keys = http.app.state.tenancy
+    return tenancy.access.identify(http.headers.get("authorization", ""))
 
 
 def require_tenant(http: HttpRequest) -> str:

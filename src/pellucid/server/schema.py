@@ -18,7 +18,9 @@ ERROR_STATUSES: Mapping[int, str] = {
     403: "The API key is valid, but not for this.",
     404: "No such model.",
     413: "The body is too large.",
-    503: "The engine is starting (see Retry-After) or has stopped.",
+    429: "A limit of the tenant is reached; see Retry-After.",
+    503: "A limit of the machine is reached or the engine is starting (see Retry-After), or it has stopped.",
+    504: "The request's deadline passed while it waited.",
 }
 _BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")

@@ -141,7 +141,7 @@ class _Reader:
                 raise _wrong("[public_prefixes]", name, text, "the text of a system message")
         operator = self._table(self._document, "operator", "")
         _check_keys("[operator]", operator, ("keys",))
-        operator_keys = self._keys("[operator]", operator) if operator else ()
+        operator_keys = self._keys("[operator]", operator) if "operator" in self._document else ()
         tables = self._table(self._document, "tenants", "")
         entries = tuple(self._entry(name, self._table(tables, name, "tenants."), prefixes) for name in tables)
         return TenantsFile(entries, prefixes, operator_keys)
@@ -154,7 +154,7 @@ class _Reader:
             if key in table and type(table[key]) not in kinds:
                 raise _wrong(where, key, table[key], expected)
         shared = table.get("public_prefixes", [])
-        if not isinstance(shared, list) or any(entry not in prefixes for entry in shared):
+        if not isinstance(shared, list) or any(entry not in list(prefixes) for entry in shared):
             known = f"a list of names from [public_prefixes] ({', '.join(prefixes) or 'which declares none'})"
             raise _wrong(where, "public_prefixes", shared, known)
         tenant = Tenant(name, **{key: table[key] for key in _LIMITS if key in table})

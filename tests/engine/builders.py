@@ -15,7 +15,6 @@ from pellucid.core.events import Queued
 from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
-from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import Engine
 
 CONFIG = SchedulerConfig(
@@ -26,16 +25,11 @@ CONFIG = SchedulerConfig(
 class AdmittingScheduler(Scheduler):
     """Predicts a first token after 0.25 s, and refuses tenants whose weight is 13."""
 
-    tenants: tuple[Tenant, ...] = ()
-
     def add(self, request: Request, now: float) -> None:
-        if any(tenant.name == request.tenant and tenant.weight == 13 for tenant in self.tenants):
+        if any(tenant.name == request.tenant and tenant.weight == 13 for tenant in self.config.tenants):
             raise RequestRejected("queue_full", "1 of 1 waits", retry_after=1.5, limit="tenant")
         super().add(request, now)
         self._events.append(Queued(request.id, 0.25))
-
-    def reconfigure(self, tenants: tuple[Tenant, ...], now: float) -> None:
-        self.tenants = tenants
 
 
 class SlowExecutor(FakeExecutor):

@@ -326,7 +326,7 @@ async def test_the_file_is_read_again_while_requests_run(make_app: MakeApp, path
             assert (await http.get("/v1/models", headers=bearer(ACME.key))).status_code == 200
 
             line = await hang_up(f'tenants.lab.keys = ["{LAB_NEW.hash}"]')
-            assert line == "tenants read again: 1 tenants"
+            assert line == "tenants read again: 1 tenant"
             assert engine.tenants == [lab]
             for gone in (ACME, LAB, OPERATOR):
                 assert (await http.get("/v1/models", headers=bearer(gone.key))).status_code == 401

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+from dataclasses import replace
 
 import uvloop
 
@@ -70,6 +71,7 @@ async def _serve(
         created=int(time.time()),
     )
     tenancy = _tenancy(served, config)
+    limits = replace(limits, tenants=tenancy.roster.tenants)
     engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
     if config.tenants is not None:
         reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
@@ -79,7 +81,7 @@ async def _serve(
     try:
         await engine.wait_ready()
         progress.stop()
-        _announce(served, engine.description, listener)
+        _announce(served, engine.description, listener, tenancy)
         await listening
     finally:
         server.should_exit = True
@@ -94,7 +96,7 @@ def _tenancy(served: ServedModel, config: ServerConfig) -> Tenancy:
     return Tenancy.of_file(config.tenants, served, api_key=config.api_key, state_directory=directory)
 
 
-def _announce(served: ServedModel, description: str, listener: socket.socket) -> None:
+def _announce(served: ServedModel, description: str, listener: socket.socket, tenancy: Tenancy) -> None:
     """What is served, with what, and a line to try."""
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -104,10 +106,13 @@ def _announce(served: ServedModel, description: str, listener: socket.socket) ->
         f"KV pool of {limits.pool_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}; "
         f"context of up to {limits.max_length:,}"
     )
+    if tenancy.roster.entries:
+        stderr.print(str(tenancy.roster))
     path, body = "/v1/completions", {"model": served.name, "prompt": "The capital of France is", "max_tokens": 16}
     if served.chat_template is not None:
         question = {"role": "user", "content": "What is the capital of France?"}
         path, body = "/v1/chat/completions", {"model": served.name, "messages": [question]}
     print(url, flush=True)
     data = json.dumps(body | {"temperature": 0})
-    stderr.print(f"try: curl {url}{path} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)
+    key = " -H 'Authorization: Bearer KEY'" if tenancy.access.asks_for_keys else ""
+    stderr.print(f"try: curl {url}{path}{key} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)

@@ -72,7 +72,7 @@ class Engine:
 
     def reconfigure(self, tenants: Sequence[Tenant]) -> None:
         """Replace the tenants; what is running and waiting stays."""
-        self.scheduler.reconfigure(tuple(tenants), self.clock())  # type: ignore[attr-defined]
+        self.scheduler.reconfigure(tuple(tenants), self.clock())
 
     def step(self) -> list[Event]:
         """Run one step and return what it produced. Call it only while there is work."""

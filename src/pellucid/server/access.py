@@ -55,6 +55,10 @@ class Access:
     def __init__(self, keys: Sequence[KnownKey] | None) -> None:
         self._keys = keys
 
+    @property
+    def asks_for_keys(self) -> bool:
+        return self._keys is not None
+
     def identify(self, authorization: str) -> Caller:
         """The caller who brings this `Authorization` header. Raises ApiError (401)."""
         if self._keys is None:

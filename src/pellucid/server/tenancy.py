@@ -40,7 +40,7 @@ class Roster:
     def __str__(self) -> str:
         public = {prefix.name: prefix for prefixes in self.shared.values() for prefix in prefixes}.values()
         shared = "".join(f", {prefix.name} shared in {prefix.num_blocks} blocks" for prefix in public)
-        return f"{len(self.entries)} tenants{shared}"
+        return f"{len(self.entries)} {'tenant' if len(self.entries) == 1 else 'tenants'}{shared}"
 
 
 class Tenancy:

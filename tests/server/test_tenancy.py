@@ -14,18 +14,23 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from tests.server.conftest import LIMITS, MakeApp, in_process, listening
+from tests.server.conftest import LIMITS, TEMPLATE, MakeApp, in_process, listening
 from tests.server.fakes import FakeEngine
 from tests.server.test_api import CHAT, error, events
+from tests.server.test_end_to_end import Speller
 
 from pellucid.core.errors import ConfigError, RequestRejected
+from pellucid.core.scheduler import Scheduler
 from pellucid.core.tenants import Tenant
+from pellucid.engine.engine import Engine
+from pellucid.engine.local import LocalClient
 from pellucid.server.app import create_app
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.isolation import load_secret
-from pellucid.server.tenancy import reload_on_hangup
+from pellucid.server.tenancy import Tenancy, reload_on_hangup
 from pellucid.server.tenants import new_key
 from pellucid.server.usage import UsageRow, read_usage
+from pellucid.text.chat_template import ChatTemplate
 from pellucid.text.tokenizer import Tokenizer
 
 OPERATOR, ACME, LAB, LAB_NEW = (new_key() for _ in range(4))
@@ -163,6 +168,26 @@ async def test_namespaces_are_the_servers_own(http: httpx.AsyncClient, engine: F
     assert secret not in (acme, lab)
     for field in ("cache_salt", "cache_key", "tenant"):
         error(await complete(http, **{field: "acme"}), 400)
+
+
+@pytest.fixture
+async def real(tokenizer: Tokenizer, path: Path):
+    """The tenants' server with a real engine behind it."""
+    executor = Speller(LIMITS, [*tokenizer.encode("the theory"), 2])
+    client = LocalClient(Engine(Scheduler(LIMITS), executor, time.monotonic))
+    served = ServedModel("tiny", tokenizer, LIMITS, ChatTemplate(TEMPLATE, tokenizer))
+    tenancy = Tenancy.of_file(path, served, api_key=None, state_directory=path.parent / "state")
+    app = create_app(client, served, ServerConfig(tenants=path), tenancy)
+    async with listening(app) as url, httpx.AsyncClient(base_url=url) as http:
+        yield http
+
+
+async def test_a_probe_finds_nothing_of_another_tenant(real: httpx.AsyncClient) -> None:
+    async def cached(key: str) -> int:
+        reply = await complete(real, key, prompt=[5] * 100)
+        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert [await cached(key.key) for key in (ACME, LAB, ACME, LAB_NEW)] == [0, 0, 96, 96]
 
 
 async def test_a_public_head_is_shared_by_those_who_may(http: httpx.AsyncClient, engine: FakeEngine) -> None:

@@ -19,7 +19,9 @@ from tests.server.fakes import FakeEngine
 from tests.server.test_api import CHAT, error, events
 from tests.server.test_end_to_end import Speller
 
+from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError, RequestRejected
+from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.scheduler import Scheduler
 from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import Engine
@@ -170,10 +172,26 @@ async def test_namespaces_are_the_servers_own(http: httpx.AsyncClient, engine: F
         error(await complete(http, **{field: "acme"}), 400)
 
 
+class Watched(Speller):
+    """Remembers how many tokens each step computed."""
+
+    def __init__(self, limits: SchedulerConfig, script: list[int]) -> None:
+        super().__init__(limits, script)
+        self.steps: list[int] = []
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        self.steps.append(plan.num_tokens)
+        return super().launch(plan)
+
+
 @pytest.fixture
-async def real(tokenizer: Tokenizer, path: Path):
+def executor(tokenizer: Tokenizer) -> Watched:
+    return Watched(LIMITS, [*tokenizer.encode("the theory"), 2])
+
+
+@pytest.fixture
+async def real(executor: Watched, tokenizer: Tokenizer, path: Path):
     """The tenants' server with a real engine behind it."""
-    executor = Speller(LIMITS, [*tokenizer.encode("the theory"), 2])
     client = LocalClient(Engine(Scheduler(LIMITS), executor, time.monotonic))
     served = ServedModel("tiny", tokenizer, LIMITS, ChatTemplate(TEMPLATE, tokenizer))
     tenancy = Tenancy.of_file(path, served, api_key=None, state_directory=path.parent / "state")
@@ -182,12 +200,19 @@ async def real(tokenizer: Tokenizer, path: Path):
         yield http
 
 
-async def test_a_probe_finds_nothing_of_another_tenant(real: httpx.AsyncClient) -> None:
-    async def cached(key: str) -> int:
-        reply = await complete(real, key, prompt=[5] * 100)
-        return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+async def test_a_probe_cannot_tell_what_another_tenant_asked(real: httpx.AsyncClient, executor: Watched) -> None:
+    """It takes the very same steps for a prompt that another tenant sent as for one that nobody did."""
 
-    assert [await cached(key.key) for key in (ACME, LAB, ACME, LAB_NEW)] == [0, 0, 96, 96]
+    async def ask(key: str, token: int) -> tuple[int, list[int]]:
+        executor.steps.clear()
+        reply = await complete(real, key, prompt=[token] * 300)
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"], list(executor.steps)
+
+    first, again = await ask(ACME.key, 5), await ask(ACME.key, 5)
+    assert (first[0], again[0]) == (0, 288)
+    assert sum(again[1]) == sum(first[1]) - 288, "the owner itself would see no difference either"
+    assert await ask(LAB.key, 5) == await ask(LAB.key, 6) == first
+    assert await ask(LAB_NEW.key, 5) == again, "a tenant's keys are one tenant"
 
 
 async def test_a_public_head_is_shared_by_those_who_may(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -282,7 +307,7 @@ async def test_a_deadline_comes_from_the_body_or_the_header(client: httpx.AsyncC
         assert before <= request.arrival <= time.monotonic(), "not on the engine's clock"
     await client.post("/v1/completions", json=ASKED)
     assert engine.requests[-1].deadline is None
-    for value in ("", "0", "-1", "1.5", "soon", "²", "1" * 30):
+    for value in ("", "0", "-1", "1.5", "soon", "²", "1" * 30, "1" * 5000):
         refusal = error(await client.post("/v1/completions", json=ASKED, headers={header: value.encode()}), 400)
         assert refusal["param"] == header
         assert "a whole number from 1" in refusal["message"]

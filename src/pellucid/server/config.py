@@ -20,7 +20,10 @@ class ServerConfig:
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
     port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
     served_model_name: str | None = field(default=None, metadata={"help": "Name under which the model is served."})
-    api_key: str | None = field(default=None, metadata={"help": "Key that requests must bring as a bearer token; beside --tenants one more, the operator's."})
+    api_key: str | None = field(
+        default=None,
+        metadata={"help": "Key that requests must bring as a bearer token; beside --tenants one more, the operator's."},
+    )
     tenants: Path | None = field(
         default=None,
         metadata={

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -83,9 +84,9 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         is the value of X-Pellucid-Deadline-Ms, which says the same as the field `deadline_ms`."""
         if header is None:
             return None if self.deadline_ms is None else self.deadline_ms / 1000
-        if not header.isascii() or not header.isdigit() or not 1 <= int(header) <= _MAX_DEADLINE_MS:
+        if not re.fullmatch("[0-9]{1,9}", header) or not 1 <= int(header) <= _MAX_DEADLINE_MS:
             raise bad_request(
-                f"{DEADLINE_HEADER} is {header!r}; it must be a whole number from 1 to {_MAX_DEADLINE_MS}",
+                f"{DEADLINE_HEADER} is {header[:40]!r}; it must be a whole number from 1 to {_MAX_DEADLINE_MS}",
                 param=DEADLINE_HEADER,
             )
         if self.deadline_ms not in (None, int(header)):

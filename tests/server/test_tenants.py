@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.server.conftest import MakeApp
+
 from pellucid.core.errors import ConfigError
 from pellucid.core.tenants import Tenant
 from pellucid.server.access import ANYONE, Access, Caller, KnownKey, key_digest
@@ -19,8 +21,12 @@ HASH = "sha256:" + "ab" * 32
 OTHER = "sha256:" + "cd" * 32
 
 
-def test_the_example_of_the_page_is_a_tenants_file() -> None:
+def test_the_example_of_the_page_is_a_tenants_file(make_app: MakeApp, tmp_path: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "tenants.toml").write_text(example)
+    assert str(make_app(tenants=tmp_path / "tenants.toml").state.tenancy.roster).startswith(
+        "2 tenants, helpdesk shared"
+    )
     file = parse_tenants(example, "the page")
     acme, lab = file.entries
     assert acme.tenant == Tenant(

@@ -3,10 +3,11 @@
 A route calls one of the `require_*` functions first, before it reads the body. A caller is a tenant, or the operator,
 or both: without tenants a server has one tenant, whose key (where there is one) is the operator's as well.
 
-A key is known by its SHA-256 digest only. Keys are 256 bits of chance, so nobody can guess one from its digest however
-fast the hash is; a slow hash (scrypt, Argon2) defends passwords that people choose, and here would only make every
-request dear, the wrong ones first. A digest is compared with all known ones, each in constant time and without leaving
-at the first that fits, so the time of a refusal says nothing about any key. Every refusal reads the same.
+A key is known by its SHA-256 digest only. Tenants' keys are 256 bits of chance, so nobody can guess one from its digest
+however fast the hash is; a slow hash (scrypt, Argon2) defends passwords that people choose, and here would only make
+every request dear, the wrong ones first. (An `--api-key` may be weak, but its digest is written nowhere.) A digest is
+compared with all known ones, each in constant time and without leaving at the first that fits, so the time of a
+refusal says nothing about any key. Every refusal reads the same.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Access:
         return found
 
 
-class Keys(Protocol):
+class HasAccess(Protocol):
     """What an application has as `app.state.tenancy`, as far as it matters here."""
 
     @property
@@ -88,7 +89,7 @@ class Keys(Protocol):
 
 def require_key(http: HttpRequest) -> Caller:
     """Any caller known here. Raises ApiError (401)."""
-    tenancy: Keys = http.app.state.tenancy
+    tenancy: HasAccess = http.app.state.tenancy
     return tenancy.access.identify(http.headers.get("authorization", ""))
 
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from tests.server.conftest import MakeApp
 
 from pellucid.core.errors import ConfigError

@@ -7,12 +7,11 @@ import json
 import os
 import socket
 import time
-from dataclasses import replace
 
 import uvloop
 
 from pellucid import __version__
-from pellucid.build import EngineSettings, LoadedModel, engine_builder, load_model, plan_engine
+from pellucid.build import EngineSettings, LoadedModel, engine_builder, give_tenants, load_model, plan_engine
 from pellucid.cli.fetch import ModelArgument
 from pellucid.cli.options import settings_options
 from pellucid.cli.progress import Loading, loading, stderr
@@ -71,7 +70,8 @@ async def _serve(
         created=int(time.time()),
     )
     tenancy = _tenancy(served, config)
-    limits = replace(limits, tenants=tenancy.roster.tenants)
+    if config.tenants is not None:
+        limits = give_tenants(limits, settings, tenancy.roster.tenants)
     engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
     if config.tenants is not None:
         reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))

@@ -20,6 +20,9 @@ from tests.default_model import REASON, default_model_path
 
 from pellucid.core.input_log import replay
 from pellucid.core.scheduler import Scheduler
+from pellucid.core.tenants import Tenant
+from pellucid.server.tenants import TenantEntry, add_tenant, new_key
+from pellucid.server.usage import read_usage
 
 SOURCE = Path(__file__).parent.parent / "src"
 KV_MIB = 128
@@ -32,8 +35,9 @@ class Server:
     input_log: Path
     name: str = ""
 
-    def post(self, path: str, **body) -> dict:
-        reply = httpx.post(self.url + path, json={"model": self.name, "temperature": 0} | body, timeout=120)
+    def post(self, path: str, *, key: str = "", **body) -> dict:
+        asked = {"model": self.name, "temperature": 0} | body
+        reply = httpx.post(self.url + path, json=asked, timeout=120, headers={"Authorization": f"Bearer {key}"})
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -55,7 +59,7 @@ class Server:
         raise AssertionError("blocks are still held:\n" + httpx.get(self.url + "/metrics").text)
 
 
-def start(directory: Path, *flags: str) -> Server:
+def start(directory: Path, *flags: str, key: str = "") -> Server:
     path = default_model_path()
     if path is None:
         pytest.skip(REASON)
@@ -68,7 +72,8 @@ def start(directory: Path, *flags: str) -> Server:
     url = process.stdout.readline().strip()
     assert url.startswith("http://"), (directory / "stderr").read_text()
     server = Server(process, url, log)
-    server.name = httpx.get(url + "/v1/models").json()["data"][0]["id"]
+    models = httpx.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"})
+    server.name = models.json()["data"][0]["id"]
     return server
 
 
@@ -195,6 +200,45 @@ def test_a_run_replays_to_the_same_plans_without_torch(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=_environment())
     assert "all as recorded" in done.stdout
     assert "| torch" not in done.stderr
+
+
+def test_tenants_share_a_machine_and_nothing_else(tmp_path, monkeypatch):
+    """Two tenants and one that comes while the server runs, with a real signal; what they used is there afterwards."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    file = tmp_path / "tenants.toml"
+    keys = {name: new_key() for name in ("acme", "lab", "late")}
+
+    def add(name: str) -> None:
+        add_tenant(file, TenantEntry(Tenant(name), (keys[name].digest,)))
+
+    def cached(name: str) -> int:
+        reply = server.post("/v1/completions", key=keys[name].key, prompt=list(range(1000, 1100)), max_tokens=2)
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    add("acme")
+    add("lab")
+    server = start(tmp_path, "--kv-memory", "16MiB", "--tenants", str(file), key=keys["acme"].key)
+    try:
+        assert [cached(name) for name in ("acme", "acme", "lab", "lab")] == [0, 96, 0, 96]
+        late = {"Authorization": f"Bearer {keys['late'].key}"}
+        assert httpx.get(server.url + "/v1/models", headers=late).status_code == 401
+        add("late")
+        server.process.send_signal(signal.SIGHUP)
+        for _ in range(100):
+            if httpx.get(server.url + "/v1/models", headers=late).status_code == 200:
+                break
+            time.sleep(0.05)
+        assert cached("late") == 0
+        assert cached("acme") == 96
+    finally:
+        assert stop(server) == 130
+    assert "tenants read again: 3 tenants" in (tmp_path / "stderr").read_text()
+    rows = read_usage(tmp_path / "state" / "pellucid" / "usage.sqlite")
+    assert [(row.tenant, row.requests, row.cached_tokens) for row in rows] == [
+        ("acme", 3, 192),
+        ("lab", 2, 96),
+        ("late", 1, 0),
+    ]
 
 
 def test_when_the_engine_dies_everyone_is_told(tmp_path):

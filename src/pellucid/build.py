@@ -12,15 +12,16 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pellucid.core.config import SchedulerConfig
+from pellucid.core.config import PolicyName, SchedulerConfig
 from pellucid.core.errors import ConfigError
 from pellucid.core.input_log import InputLog
 from pellucid.core.scheduler import Scheduler
+from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import Engine
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.gguf_header import read_gguf_header
@@ -148,6 +149,12 @@ def plan_engine(settings: EngineSettings, model: ModelConfig) -> SchedulerConfig
         bytes_per_block=spec.bytes_per_token * settings.block_size,
         eos_token_ids=model.eos_token_ids,
     )
+
+
+def give_tenants(scheduler: SchedulerConfig, settings: EngineSettings, tenants: tuple[Tenant, ...]) -> SchedulerConfig:
+    """`scheduler` for a server whose tenants come from a file: it serves them fairly unless told otherwise."""
+    policy: PolicyName = "fair" if settings.policy == "auto" else settings.policy
+    return replace(scheduler, tenants=tenants, policy=policy)
 
 
 def build_engine(

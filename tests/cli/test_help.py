@@ -24,9 +24,9 @@ def render() -> str:
         "wins over the file.",
     ]
     for path, command in _commands(root, ("pellucid",)):
-        lines += ["", f"## `{' '.join(path)}`", "", (command.help or "").strip(), ""]
-        lines += ["| | | default |", "|---|---|---|"]
-        lines += [_row(parameter) for parameter in command.params]
+        lines += ["", f"## `{' '.join(path)}`", "", (command.help or "").strip()]
+        if command.params:
+            lines += ["", "| | | default |", "|---|---|---|", *map(_row, command.params)]
     return "\n".join(lines) + "\n"
 
 

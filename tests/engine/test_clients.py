@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
 from functools import partial
@@ -14,8 +15,9 @@ from tests.core.fakes import generate
 from tests.engine import builders
 
 from pellucid.core.errors import EngineDead, RequestRejected
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.core.request import Request, SamplingParams
+from pellucid.core.tenants import Tenant
 from pellucid.engine.local import LocalClient
 from pellucid.engine.remote import RemoteClient
 
@@ -40,7 +42,7 @@ async def tokens(client, asked: Request) -> tuple[list[int], Finished]:
     async for event in client.submit(asked):
         if isinstance(event, TokensGenerated):
             out += event.token_ids
-        else:
+        elif isinstance(event, Finished):
             return out, event
     raise AssertionError("no Finished")
 
@@ -66,8 +68,30 @@ async def test_a_reader_that_lags_gets_its_tokens_in_larger_pieces(client):
     events = [await anext(stream)]
     await wait_until(lambda: client.stats().num_finished == 1)
     events += [event async for event in stream]
-    assert [token for event in events[:-1] for token in event.token_ids] == generate(asked, 128)
-    assert len(events) <= 4
+    assert [token for event in events[1:-1] for token in event.token_ids] == generate(asked, 128)
+    assert len(events) <= 5
+
+
+async def test_the_first_event_is_what_to_expect_and_the_last_is_the_end(client):
+    events = [event async for event in client.submit(request("a"))]
+    assert events[0] == Queued("a", 0.25)
+    assert all(isinstance(event, TokensGenerated) for event in events[1:-1])
+    assert isinstance(events[-1], Finished)
+
+
+async def test_new_tenants_take_effect_without_a_loss(client):
+    """A request that runs meanwhile ends as it would have; a refusal says for how long and whose bound it was."""
+    asked = Request("a", (1, 2, 3), SamplingParams(max_tokens=60, ignore_eos=True), tenant="acme")
+    stream = client.submit(asked)
+    first = await anext(stream)
+    client.reconfigure([Tenant("acme", weight=13, max_running=2)])
+    with pytest.raises(RequestRejected, match="1 of 1 waits") as refusal:
+        await tokens(client, dataclasses.replace(asked, id="b"))
+    assert (refusal.value.code, refusal.value.retry_after, refusal.value.limit) == ("queue_full", 1.5, "tenant")
+    events = [first] + [event async for event in stream]
+    assert [token for event in events[1:-1] for token in event.token_ids] == generate(asked, 128)
+    client.reconfigure([])
+    assert (await tokens(client, dataclasses.replace(asked, id="c")))[1].reason == "length"
 
 
 async def test_many_streams_do_not_mix(client):

@@ -17,6 +17,7 @@ from tests.text.tiny import tiny_byte_level
 from pellucid.core.config import SchedulerConfig
 from pellucid.server.app import create_app, make_server
 from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.server.tenancy import Tenancy
 from pellucid.text.chat_template import ChatTemplate
 from pellucid.text.tokenizer import Tokenizer
 
@@ -45,7 +46,12 @@ def make_app(engine: FakeEngine, tokenizer: Tokenizer) -> MakeApp:
     def make(*, limits: SchedulerConfig = LIMITS, template: str | None = TEMPLATE, **config: Any) -> FastAPI:
         chat_template = None if template is None else ChatTemplate(template, tokenizer)
         served = ServedModel("tiny", tokenizer, limits, chat_template, created=1_700_000_000)
-        return create_app(engine, served, ServerConfig(**config))
+        told = ServerConfig(**config)
+        tenancy = None
+        if told.tenants is not None:
+            state = told.tenants.parent / "state"
+            tenancy = Tenancy.of_file(told.tenants, served, api_key=told.api_key, state_directory=state)
+        return create_app(engine, served, told, tenancy)
 
     return make
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from pellucid.core.errors import PellucidError, RequestRejected
-from pellucid.core.events import Finished, FinishReason, TokensGenerated
+from pellucid.core.events import Finished, FinishReason, Queued, TokensGenerated
 from pellucid.core.request import Request
-from pellucid.engine.client import EngineState, EngineStats
+from pellucid.core.tenants import Tenant
+from pellucid.engine.client import EngineState, EngineStats, StreamEvent
 
 Say = Callable[[Request], list[tuple[int, ...]]]
 
@@ -19,13 +20,15 @@ class FakeEngine:
     """Answers each request with `say(request)`, a list of groups of token ids, up to its max_tokens.
 
     `hold_after`: wait for `gate` before the group of that number (0: before the first). `fail_after`: raise `failure`
-    there instead. `cached` is reported as cached prompt tokens, `ends` as the reason of an end that is its own.
+    there instead. `cached` is reported as cached prompt tokens, `ends` as the reason of an end that is its own,
+    `predicted` as the time to the first token.
     """
 
     say: Say
     state: EngineState = "ready"
     reason: str = ""
     cached: int = 0
+    predicted: float | None = None
     ends: FinishReason = "stop"
     hold_after: int | None = None
     fail_after: int | None = None
@@ -33,17 +36,20 @@ class FakeEngine:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
+    tenants: list[Tenant] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.open), blocks_free=7, num_steps=3, step_seconds=0.5)
 
-    async def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
+    async def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
         self.requests.append(request)
         self.open.add(request.id)
         finished = False
         try:
+            if self.fail_after != 0:
+                yield Queued(request.id, self.predicted)
             num_generated, reason = 0, self.ends
             for i, group in enumerate([*self.say(request), ()]):
                 if i == self.hold_after:
@@ -64,6 +70,9 @@ class FakeEngine:
             self.open.discard(request.id)
             if not finished:
                 self.aborted.append(request.id)
+
+    def reconfigure(self, tenants: Sequence[Tenant]) -> None:
+        self.tenants = list(tenants)
 
     async def close(self) -> None:
         self.closed = True

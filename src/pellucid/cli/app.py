@@ -25,6 +25,7 @@ COMMANDS = {
     "report": "bench:report",
     "trace": "trace:app",
     "replay": "replay:replay_log",
+    "tenant": "tenant:app",
 }
 
 

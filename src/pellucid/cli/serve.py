@@ -11,7 +11,7 @@ import time
 import uvloop
 
 from pellucid import __version__
-from pellucid.build import EngineSettings, LoadedModel, engine_builder, load_model, plan_engine
+from pellucid.build import EngineSettings, LoadedModel, engine_builder, give_tenants, load_model, plan_engine
 from pellucid.cli.fetch import ModelArgument
 from pellucid.cli.options import settings_options
 from pellucid.cli.progress import Loading, loading, stderr
@@ -19,8 +19,10 @@ from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
 from pellucid.engine.remote import RemoteClient
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.planner.profile import state_directory
 from pellucid.server.app import create_app, make_server
 from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.server.tenancy import Tenancy, reload_on_hangup
 
 # The kernels want every core; text and HTTP take what they leave.
 HTTP_NICENESS = 10
@@ -60,8 +62,6 @@ async def _serve(
     progress: Loading,
 ) -> None:
     """Answer HTTP from the start (health says "starting"), announce the model when the engine is ready."""
-    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
-    os.nice(HTTP_NICENESS)
     served = ServedModel(
         name=config.served_model_name or model.files.name,
         tokenizer=model.tokenizer,
@@ -69,12 +69,19 @@ async def _serve(
         chat_template=model.chat_template,
         created=int(time.time()),
     )
-    server = make_server(create_app(engine, served, config), config)
+    tenancy = _tenancy(served, config)
+    if config.tenants is not None:
+        limits = give_tenants(limits, settings, tenancy.roster.tenants)
+    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
+    if config.tenants is not None:
+        reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
+    os.nice(HTTP_NICENESS)
+    server = make_server(create_app(engine, served, config, tenancy), config)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await engine.wait_ready()
         progress.stop()
-        _announce(served, engine.description, listener)
+        _announce(served, engine.description, listener, tenancy)
         await listening
     finally:
         server.should_exit = True
@@ -82,7 +89,14 @@ async def _serve(
         await engine.close()
 
 
-def _announce(served: ServedModel, description: str, listener: socket.socket) -> None:
+def _tenancy(served: ServedModel, config: ServerConfig) -> Tenancy:
+    if config.tenants is None:
+        return Tenancy.single(config.api_key)
+    directory = state_directory(os.environ)
+    return Tenancy.of_file(config.tenants, served, api_key=config.api_key, state_directory=directory)
+
+
+def _announce(served: ServedModel, description: str, listener: socket.socket, tenancy: Tenancy) -> None:
     """What is served, with what, and a line to try."""
     host, port = listener.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -92,10 +106,13 @@ def _announce(served: ServedModel, description: str, listener: socket.socket) ->
         f"KV pool of {limits.pool_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}; "
         f"context of up to {limits.max_length:,}"
     )
+    if tenancy.roster.entries:
+        stderr.print(str(tenancy.roster))
     path, body = "/v1/completions", {"model": served.name, "prompt": "The capital of France is", "max_tokens": 16}
     if served.chat_template is not None:
         question = {"role": "user", "content": "What is the capital of France?"}
         path, body = "/v1/chat/completions", {"model": served.name, "messages": [question]}
     print(url, flush=True)
     data = json.dumps(body | {"temperature": 0})
-    stderr.print(f"try: curl {url}{path} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)
+    key = " -H 'Authorization: Bearer KEY'" if tenancy.access.asks_for_keys else ""
+    stderr.print(f"try: curl {url}{path}{key} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)

@@ -6,14 +6,17 @@ offline face). Callers cannot tell which.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal, Protocol
 
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.core.request import Request
+from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats as EngineStats
 
 EngineState = Literal["starting", "ready", "dead"]
+StreamEvent = Queued | TokensGenerated | Finished
+"""What a request's reader gets: Queued first, Finished last."""
 
 
 class EngineClient(Protocol):
@@ -29,13 +32,17 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
-        """Start a request and yield its events; the last one is Finished.
+    def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
+        """Start a request and yield its events: Queued, its tokens, Finished.
 
         Raises RequestRejected where the engine refuses it and EngineDead when the engine is or becomes dead. Closing
         the iterator (or cancelling the task that reads it) before the end aborts the request and frees its blocks
         within one step.
         """
+        ...
+
+    def reconfigure(self, tenants: Sequence[Tenant]) -> None:
+        """From the next step on these are the tenants; requests that are open stay. Does nothing to a dead engine."""
         ...
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ it computes, so one step is in flight at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pellucid.core.errors import InvariantViolation
@@ -14,6 +14,7 @@ from pellucid.core.events import Admitted, Event, Finished, Preempted, TokensGen
 from pellucid.core.invariants import check
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
+from pellucid.core.tenants import Tenant
 from pellucid.engine.executor import Executor
 
 SECONDS_BETWEEN_CHECKS = 10.0
@@ -62,12 +63,16 @@ class Engine:
         return self.scheduler.has_work
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises RequestRejected where it could never be served."""
+        """Queue a request. Raises RequestRejected where it can never be served, or not now."""
         self.scheduler.add(request, self.clock())
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request now; its blocks are free when this returns."""
         return self._count(self.scheduler.abort(request_id, self.clock()))
+
+    def reconfigure(self, tenants: Sequence[Tenant]) -> None:
+        """Replace the tenants; what is running and waiting stays."""
+        self.scheduler.reconfigure(tuple(tenants), self.clock())
 
     def step(self) -> list[Event]:
         """Run one step and return what it produced. Call it only while there is work."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Event, Finished, TokensGenerated
+from pellucid.core.events import Event
 from pellucid.core.request import Request
-from pellucid.engine.client import EngineState
+from pellucid.core.tenants import Tenant
+from pellucid.engine import messages
+from pellucid.engine.client import EngineState, StreamEvent
 from pellucid.engine.engine import Engine, EngineStats
 from pellucid.engine.streams import Streams
 
@@ -20,8 +22,8 @@ class LocalClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
-        self._streams = Streams(self._inbox.put, self._inbox.put)
+        self._inbox: queue.SimpleQueue[Request | messages.Abort | messages.Reconfigure | None] = queue.SimpleQueue()
+        self._streams = Streams(self._inbox.put, lambda request_id: self._inbox.put(messages.Abort(request_id)))
         self._loop = asyncio.get_running_loop()
         self._state: EngineState = "ready"
         self._reason = ""
@@ -40,8 +42,11 @@ class LocalClient:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
+    def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self._streams.read(request)
+
+    def reconfigure(self, tenants: Sequence[Tenant]) -> None:
+        self._inbox.put(messages.Reconfigure(list(tenants)))
 
     async def close(self) -> None:
         self._inbox.put(None)
@@ -59,26 +64,30 @@ class LocalClient:
     def _drain_inbox(self) -> bool:
         """Take what has arrived, waiting for it when idle; False when the client was closed."""
         while not self._inbox.empty() or not self._engine.has_work:
-            item = self._inbox.get()
-            if item is None:
-                return False
-            if isinstance(item, str):
-                self._publish(self._engine.abort(item))
-                continue
-            try:
-                self._engine.add(item)
-            except RequestRejected as error:
-                self._loop.call_soon_threadsafe(self._streams.reject, item.id, error)
+            match self._inbox.get():
+                case None:
+                    return False
+                case messages.Abort(request_id=request_id):
+                    self._publish(self._engine.abort(request_id))
+                case messages.Reconfigure(tenants=tenants):
+                    self._engine.reconfigure(tenants)
+                case request:
+                    self._add(request)
         return True
 
-    def _publish(self, events: list[Event]) -> None:
-        stats = self._engine.stats()
-        out = [event for event in events if isinstance(event, (TokensGenerated, Finished))]
-        self._loop.call_soon_threadsafe(self._deliver, out, stats)
+    def _add(self, request: Request) -> None:
+        try:
+            self._engine.add(request)
+        except RequestRejected as error:
+            self._loop.call_soon_threadsafe(self._streams.reject, request.id, error)
 
-    def _deliver(self, events: list[TokensGenerated | Finished], stats: EngineStats) -> None:
-        self._stats = stats
-        self._streams.dispatch(events)
+    def _publish(self, events: list[Event]) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, messages.Output.of(events, self._engine.stats()))
+
+    def _deliver(self, output: messages.Output) -> None:
+        self._stats = output.stats
+        for events in (output.queued, output.tokens, output.finished):
+            self._streams.dispatch(events)
 
     def _die(self, reason: str) -> None:
         if self._state != "dead":

@@ -5,12 +5,15 @@ Messages are versioned by the code on both sides being the same: the engine proc
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.errors import RejectingLimit, RequestRejected
+from pellucid.core.events import Event, Finished, Queued, TokensGenerated
 from pellucid.core.request import Request, SamplingParams
+from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats
 
 
@@ -55,6 +58,12 @@ class Abort(msgspec.Struct, tag=True):
     request_id: str
 
 
+class Reconfigure(msgspec.Struct, tag=True):
+    """From the next step on these are the tenants."""
+
+    tenants: list[Tenant]
+
+
 class Stop(msgspec.Struct, tag=True):
     """Leave the loop and exit."""
 
@@ -73,19 +82,43 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Output(msgspec.Struct, tag=True):
-    """Events of one step. A request's tokens come before its end."""
+    """Events of one step. A request is queued before its tokens come, and its tokens come before its end."""
 
+    queued: list[Queued]
     tokens: list[TokensGenerated]
     finished: list[Finished]
     stats: EngineStats
 
+    @classmethod
+    def of(cls, events: Iterable[Event], stats: EngineStats) -> Output:
+        """The events that a request's reader gets; the others are for those who listen in the engine's process."""
+        output = cls([], [], [], stats)
+        for event in events:
+            match event:
+                case Queued():
+                    output.queued.append(event)
+                case TokensGenerated():
+                    output.tokens.append(event)
+                case Finished():
+                    output.finished.append(event)
+        return output
+
 
 class Rejected(msgspec.Struct, tag=True):
-    """The scheduler refused a request; `code` and `message` are those of RequestRejected."""
+    """The scheduler refused a request; the fields are those of RequestRejected."""
 
     request_id: str
     code: str
     message: str
+    retry_after: float | None
+    limit: RejectingLimit | None
+
+    @classmethod
+    def of(cls, request_id: str, error: RequestRejected) -> Rejected:
+        return cls(request_id, error.code, str(error), error.retry_after, error.limit)
+
+    def error(self) -> RequestRejected:
+        return RequestRejected(self.code, self.message, retry_after=self.retry_after, limit=self.limit)
 
 
 class Died(msgspec.Struct, tag=True):
@@ -95,7 +128,7 @@ class Died(msgspec.Struct, tag=True):
     expected: bool
 
 
-ToEngine = Add | Abort | Stop
+ToEngine = Add | Abort | Reconfigure | Stop
 FromEngine = Progress | Ready | Output | Rejected | Died
 
 encode = msgspec.msgpack.Encoder().encode

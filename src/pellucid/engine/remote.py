@@ -6,16 +6,16 @@ import asyncio
 import multiprocessing
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import zmq
 import zmq.asyncio
 
-from pellucid.core.errors import EngineDead, RequestRejected
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.errors import EngineDead
 from pellucid.core.request import Request
+from pellucid.core.tenants import Tenant
 from pellucid.engine import messages, worker
-from pellucid.engine.client import EngineState
+from pellucid.engine.client import EngineState, StreamEvent
 from pellucid.engine.engine import EngineStats
 from pellucid.engine.streams import Streams
 
@@ -69,8 +69,12 @@ class RemoteClient:
         if self._state == "dead":
             raise EngineDead(self._reason)
 
-    def submit(self, request: Request) -> AsyncIterator[TokensGenerated | Finished]:
+    def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self._streams.read(request)
+
+    def reconfigure(self, tenants: Sequence[Tenant]) -> None:
+        if self._state != "dead":
+            self._socket.send(messages.encode(messages.Reconfigure(list(tenants))))
 
     async def close(self) -> None:
         """Ask the engine to stop, then insist. A second call does nothing."""
@@ -105,10 +109,10 @@ class RemoteClient:
         match message:
             case messages.Output():
                 self._stats = message.stats
-                self._streams.dispatch(message.tokens)
-                self._streams.dispatch(message.finished)
+                for events in (message.queued, message.tokens, message.finished):
+                    self._streams.dispatch(events)
             case messages.Rejected():
-                self._streams.reject(message.request_id, RequestRejected(message.code, message.message))
+                self._streams.reject(message.request_id, message.error())
             case messages.Progress():
                 self._reason = message.text
                 if self._on_progress is not None:

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pellucid.core.errors import EngineDead, PellucidError, RequestRejected
 from pellucid.core.events import Finished, TokensGenerated
 from pellucid.core.request import Request
+from pellucid.engine.client import StreamEvent
 
-StreamEvent = TokensGenerated | Finished
 MOST_MERGED_TOKENS = 256
 
 
@@ -66,7 +66,7 @@ class Streams:
         try:
             while True:
                 event = await inbox.get()
-                ended = not isinstance(event, TokensGenerated)
+                ended = isinstance(event, Finished | PellucidError)
                 if isinstance(event, PellucidError):
                     raise event
                 yield event

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from pellucid.core.errors import PellucidError, RequestRejected
-from pellucid.core.events import Event, Finished, TokensGenerated
+from pellucid.core.events import Event
 from pellucid.engine import messages
 from pellucid.engine.engine import Engine
 
@@ -27,7 +27,8 @@ IDLE_POLL_MS = 1000
 
 def run(build: EngineBuilder, endpoint: str) -> None:
     """Process entry. `endpoint` is the ZeroMQ address that the parent listens on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for sent_to_the_group in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, a terminal that closes: the parent decides
+        signal.signal(sent_to_the_group, signal.SIG_IGN)
     parent = os.getppid()
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)
@@ -66,22 +67,21 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
             engine.check_when_idle()
 
 
-def _handle(message: messages.Add | messages.Abort, engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    if isinstance(message, messages.Abort):
-        _publish(engine.abort(message.request_id), engine, socket)
-        return
-    try:
-        engine.add(message.request())
-    except RequestRejected as error:
-        socket.send(messages.encode(messages.Rejected(message.id, error.code, str(error))))
+def _handle(
+    message: messages.Add | messages.Abort | messages.Reconfigure, engine: Engine, socket: zmq.Socket[bytes]
+) -> None:
+    match message:
+        case messages.Add():
+            try:
+                engine.add(message.request())
+            except RequestRejected as error:
+                socket.send(messages.encode(messages.Rejected.of(message.id, error)))
+        case messages.Abort():
+            _publish(engine.abort(message.request_id), engine, socket)
+        case messages.Reconfigure():
+            engine.reconfigure(message.tenants)
 
 
 def _publish(events: list[Event], engine: Engine, socket: zmq.Socket[bytes]) -> None:
-    if not events:
-        return
-    output = messages.Output(
-        tokens=[event for event in events if isinstance(event, TokensGenerated)],
-        finished=[event for event in events if isinstance(event, Finished)],
-        stats=engine.stats(),
-    )
-    socket.send(messages.encode(output))
+    if events:
+        socket.send(messages.encode(messages.Output.of(events, engine.stats())))

@@ -99,10 +99,15 @@ class MachineProfile:
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """`machine.json` in the state directory: $XDG_STATE_HOME/pellucid, by default ~/.local/state/pellucid."""
+    """`machine.json` in the state directory."""
+    return state_directory(environment) / "machine.json"
+
+
+def state_directory(environment: Mapping[str, str]) -> Path:
+    """What outlives a process is kept here: $XDG_STATE_HOME/pellucid, by default ~/.local/state/pellucid."""
     base = environment.get("XDG_STATE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state"
-    return root / "pellucid" / "machine.json"
+    return root / "pellucid"
 
 
 def profile_from(row: Mapping[str, Any]) -> MachineProfile:

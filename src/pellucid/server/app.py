@@ -7,8 +7,8 @@ OpenAI's shape; the OpenAPI schema is made from the same types.
 
 from __future__ import annotations
 
-import hmac
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -26,14 +26,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pellucid import __version__
-from pellucid.core.errors import PellucidError
+from pellucid.core.errors import ConfigError, PellucidError
 from pellucid.engine.client import EngineClient
-from pellucid.server.completions import Completions, encode_parts
+from pellucid.server.access import require_key, require_operator, require_tenant
+from pellucid.server.completions import Call, Completions, encode_parts
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import ApiError, as_api_error, bad_request, not_ready
 from pellucid.server.fields import parse_body
 from pellucid.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pellucid.server.schema import openapi, request_body, responses
+from pellucid.server.tenancy import Tenancy
 from pellucid.telemetry.prometheus import CONTENT_TYPE, ServerMetrics
 
 log = logging.getLogger("pellucid.server")
@@ -42,23 +44,32 @@ Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient, served: ServedModel, config: ServerConfig) -> FastAPI:
-    """The application. It closes `engine` when it shuts down. `app.state.metrics` is its ServerMetrics."""
+def create_app(
+    engine: EngineClient, served: ServedModel, config: ServerConfig, tenancy: Tenancy | None = None
+) -> FastAPI:
+    """The application. It closes `engine` when it shuts down. `tenancy` is needed where `config` names a tenants file.
+    `app.state` has `metrics`, its ServerMetrics, and `tenancy`."""
+    if tenancy is None:
+        if config.tenants is not None:
+            raise ConfigError(f"the tenants of {config.tenants} were not read; give create_app a Tenancy.of_file")
+        tenancy = Tenancy.single(config.api_key)
     if config.served_model_name is not None:
         served = replace(served, name=config.served_model_name)
     metrics = ServerMetrics(lambda: asdict(engine.stats()))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await engine.close()
+        async with tenancy.keeping_usage():
+            yield
+            await engine.close()
 
     app = FastAPI(title="Pellucid", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = metrics
+    app.state.tenancy = tenancy
     app.add_middleware(_Envelope, metrics=metrics)
     for kind in (PellucidError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    _Routes(engine, served, config, metrics).add_to(app)
+    _Routes(engine, served, config, metrics=metrics, tenancy=tenancy).add_to(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -83,9 +94,17 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
 class _Routes:
     """The endpoints, each one method."""
 
-    def __init__(self, engine: EngineClient, served: ServedModel, config: ServerConfig, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        engine: EngineClient,
+        served: ServedModel,
+        config: ServerConfig,
+        *,
+        metrics: ServerMetrics,
+        tenancy: Tenancy,
+    ) -> None:
         self._engine, self._served, self._config, self._metrics = engine, served, config, metrics
-        self._completions = Completions(engine, served, config, metrics)
+        self._completions = Completions(engine, served, config, metrics=metrics, tenancy=tenancy)
 
     def add_to(self, app: FastAPI) -> None:
         """Declare every route, with GET answered to HEAD as well."""
@@ -119,22 +138,26 @@ class _Routes:
 
     async def complete(self, http: HttpRequest) -> Response:
         """Complete one or more prompts."""
+        tenant = require_tenant(http)
         body, ignored = await self._body(http, CompletionBody)
-        return await self._completions.complete(http, body, ignored)
+        return await self._completions.complete(Call(http, tenant, time.monotonic(), ignored), body)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Continue a conversation."""
+        tenant = require_tenant(http)
         body, ignored = await self._body(http, ChatBody)
-        return await self._completions.chat(http, body, ignored)
+        return await self._completions.chat(Call(http, tenant, time.monotonic(), ignored), body)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text."""
+        require_key(http)
         body, _ = await self._body(http, TokenizeBody)
         ids = await encode_parts(self._served.tokenizer, [body.prompt], add_special_tokens=body.add_special_tokens)
         return _json({"tokens": ids, "count": len(ids)})
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """The text of token ids."""
+        require_key(http)
         body, _ = await self._body(http, DetokenizeBody)
         size = self._served.tokenizer.vocab_size
         if body.tokens and max(body.tokens) >= size:
@@ -143,12 +166,12 @@ class _Routes:
 
     async def models(self, http: HttpRequest) -> Response:
         """The models served here."""
-        self._check_key(http)
+        require_key(http)
         return _json({"object": "list", "data": [self._model_card()]})
 
     async def model(self, http: HttpRequest, model: str) -> Response:
         """One model."""
-        self._check_key(http)
+        require_key(http)
         self._check_model(model)
         return _json(self._model_card())
 
@@ -162,7 +185,7 @@ class _Routes:
 
     async def metrics(self, http: HttpRequest) -> Response:
         """Prometheus metrics."""
-        self._check_key(http)
+        require_operator(http)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
 
     def _health(self, *, alive: bool) -> Response:
@@ -182,7 +205,6 @@ class _Routes:
 
     async def _body(self, http: HttpRequest, kind: type[Body]) -> tuple[Body, Sequence[str]]:
         """The checked body of a request, and the harmless fields it ignored."""
-        self._check_key(http)
         body, ignored = parse_body(await self._read(http), kind)
         if isinstance(body, CompletionBody | ChatBody):
             body.check()
@@ -198,19 +220,6 @@ class _Routes:
             if len(data) > limit:
                 raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
         return bytes(data)
-
-    def _check_key(self, http: HttpRequest) -> None:
-        if self._config.api_key is None:
-            return
-        scheme, _, key = http.headers.get("authorization", "").partition(" ")
-        wanted = self._config.api_key.encode()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), wanted):
-            raise ApiError(
-                401,
-                "a valid API key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -18,10 +19,12 @@ from pellucid.engine.client import EngineClient
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import bad_request, not_ready
 from pellucid.server.generation import Piece, generate
-from pellucid.server.openai_types import ChatBody, CompletionBody, GenerationBody, parse_prompts
+from pellucid.server.meter import Meter
+from pellucid.server.openai_types import DEADLINE_HEADER, ChatBody, CompletionBody, GenerationBody, parse_prompts
 from pellucid.server.reply import Prompt, Reply
 from pellucid.server.shapes import ChatShape, Choice, CompletionShape, Envelope, Usage
 from pellucid.server.streaming import EventStream, until_disconnect
+from pellucid.server.tenancy import Tenancy
 from pellucid.telemetry.prometheus import ServerMetrics
 from pellucid.text.tokenizer import Tokenizer
 
@@ -37,30 +40,46 @@ async def encode_parts(tokenizer: Tokenizer, parts: list[str], *, add_special_to
     return await asyncio.to_thread(tokenizer.encode_parts, parts, add_special_tokens=add_special_tokens)
 
 
+class Call(NamedTuple):
+    """One HTTP request for text: whose it is, when it was whole, and which of its fields are ignored."""
+
+    http: HttpRequest
+    tenant: str
+    arrival: float
+    ignored: Sequence[str]
+
+
 class Completions:
     """The two generating endpoints, over one engine and one model."""
 
-    def __init__(self, engine: EngineClient, served: ServedModel, config: ServerConfig, metrics: ServerMetrics) -> None:
-        self._engine, self._served, self._config, self._metrics = engine, served, config, metrics
+    def __init__(
+        self,
+        engine: EngineClient,
+        served: ServedModel,
+        config: ServerConfig,
+        *,
+        metrics: ServerMetrics,
+        tenancy: Tenancy,
+    ) -> None:
+        self._engine, self._served, self._config = engine, served, config
+        self._metrics, self._tenancy = metrics, tenancy
 
-    async def complete(self, http: HttpRequest, body: CompletionBody, ignored: Sequence[str]) -> Response:
+    async def complete(self, call: Call, body: CompletionBody) -> Response:
         """POST /v1/completions."""
-        arrival = time.monotonic()
         prompts = []
         for given in parse_prompts(body.prompt):
             ids = await self._encode([given]) if isinstance(given, str) else self._checked(given, "prompt")
             text = given if isinstance(given, str) else self._served.tokenizer.decode(given)
             prompts.append(Prompt(ids, text if body.echo else ""))
-        return await self._reply(http, body, prompts, ignored, arrival)
+        return await self._reply(call, body, prompts)
 
-    async def chat(self, http: HttpRequest, body: ChatBody, ignored: Sequence[str]) -> Response:
+    async def chat(self, call: Call, body: ChatBody) -> Response:
         """POST /v1/chat/completions."""
-        arrival = time.monotonic()
         template = self._served.chat_template
         if template is None:
             raise bad_request(f"{self._served.name} has no chat template; use /v1/completions", code="no_chat_template")
         prompt = Prompt(await self._encode(template.render(body.messages)))
-        return await self._reply(http, body, [prompt], ignored, arrival)
+        return await self._reply(call, body, [prompt])
 
     async def _encode(self, parts: list[str]) -> list[int]:
         ids = await encode_parts(self._served.tokenizer, parts)
@@ -74,15 +93,16 @@ class Completions:
             raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param=param)
         return ids
 
-    async def _reply(
-        self, http: HttpRequest, body: GenerationBody, prompts: list[Prompt], ignored: Sequence[str], arrival: float
-    ) -> Response:
+    async def _reply(self, call: Call, body: GenerationBody, prompts: list[Prompt]) -> Response:
         if self._engine.state != "ready":
             raise not_ready(self._engine.state, self._engine.reason)
         if len(prompts) * body.n > self._config.max_choices:
             raise bad_request(
                 f"prompts times n is {len(prompts) * body.n}; at most {self._config.max_choices}", param="n"
             )
+        self._tenancy.check_priority(call.tenant, body.priority)
+        wait = body.deadline_seconds(call.http.headers.get(DEADLINE_HEADER))
+        namespaces = [self._tenancy.namespace(call.tenant, prompt.token_ids) for prompt in prompts]
         is_chat = isinstance(body, ChatBody)
         wanted = body.wanted_tokens() or (None if is_chat else DEFAULT_COMPLETION_TOKENS)
         fitting = [self._served.limits.max_output_tokens(len(prompt.token_ids)) for prompt in prompts]
@@ -90,7 +110,10 @@ class Completions:
         stops = body.stops()
         self._checked(body.stop_token_ids, "stop_token_ids")
         shape = ChatShape() if is_chat else CompletionShape()
-        envelope = Envelope(shape, http.state.request_id, self._served.name, int(time.time()))
+        headers = {"X-Pellucid-Ignored-Fields": ", ".join(call.ignored)} if call.ignored else {}
+        if lowered is not None:
+            headers["X-Pellucid-Max-Tokens"] = str(lowered)
+        envelope = Envelope(shape, call.http.state.request_id, self._served.name, int(time.time()))
 
         def start(choice: Choice) -> AsyncGenerator[Piece, None]:
             fits = fitting[choice.prompt]
@@ -98,18 +121,19 @@ class Completions:
                 id=f"{envelope.id}-{choice.index}" if len(prompts) * body.n > 1 else envelope.id,
                 prompt=tuple(prompts[choice.prompt].token_ids),
                 sampling=body.sampling(max_tokens=min(wanted or fits, fits), choice=choice.index % body.n),
-                arrival=arrival,
+                arrival=call.arrival,
+                tenant=call.tenant,
+                priority=body.priority,
+                deadline=None if wait is None else call.arrival + wait,
+                **namespaces[choice.prompt]._asdict(),
             )
-            times = self._metrics.choice(arrival)
-            return generate(self._engine, request, tokenizer=self._served.tokenizer, stops=stops, times=times)
+            meter = Meter(request, self._metrics, self._tenancy.usage, headers)
+            return generate(self._engine, request, tokenizer=self._served.tokenizer, stops=stops, meter=meter)
 
         reply = Reply(envelope, body, prompts, Usage([len(prompt.token_ids) for prompt in prompts], lowered), start)
-        headers = {"X-Pellucid-Ignored-Fields": ", ".join(ignored)} if ignored else {}
-        if lowered is not None:
-            headers["X-Pellucid-Max-Tokens"] = str(lowered)
         if body.stream:
             return EventStream(reply.stream, headers)
-        content = await until_disconnect(http.receive, reply.collect())
+        content = await until_disconnect(call.http.receive, reply.collect())
         if content is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return Response(content, 200, headers, "application/json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
@@ -12,14 +13,23 @@ from pellucid.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """`api_key`, where set, is asked of every request but health checks (as `Authorization: Bearer KEY`).
-    `served_model_name` replaces the model's own name. `max_choices` bounds prompts times `n` of one request,
-    `max_body_bytes` the size of its body."""
+    """`api_key`, where set, is asked of every request but health checks (as `Authorization: Bearer KEY`). With
+    `tenants` each of them has its own keys; `api_key` is one more, the operator's. `served_model_name` replaces the
+    model's own name. `max_choices` bounds prompts times `n` of one request, `max_body_bytes` the size of its body."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
     port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
     served_model_name: str | None = field(default=None, metadata={"help": "Name under which the model is served."})
-    api_key: str | None = field(default=None, metadata={"help": "Key that requests must bring as a bearer token."})
+    api_key: str | None = field(
+        default=None,
+        metadata={"help": "Key that requests must bring as a bearer token; beside --tenants one more, the operator's."},
+    )
+    tenants: Path | None = field(
+        default=None,
+        metadata={
+            "help": "TOML file of tenants with their keys and limits (see `pellucid tenant`); read again on SIGHUP."
+        },
+    )
     max_choices: int = 128
     max_body_bytes: int = 64 << 20
 

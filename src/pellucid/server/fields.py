@@ -80,7 +80,6 @@ FIELDS: tuple[Field, ...] = (
     Field("guided_choice", "refused"),
     Field("guided_grammar", "refused"),
     Field("cache_salt", "refused"),
-    Field("priority", "refused", (0,)),
 )
 _BY_NAME = {field.name: field for field in FIELDS}
 _MESSAGE_FIELDS: dict[str, Field] = {

@@ -1,4 +1,4 @@
-"""One choice, from a request to pieces of text: the engine's tokens detokenized, cut at stop strings, timed.
+"""One choice, from a request to pieces of text: the engine's tokens detokenized, cut at stop strings, counted.
 
 Invariants: the last piece, and only the last, has a finish reason; the token counts of all pieces add up to what the
 engine generated up to there; leaving before the end (a stop string, a cancelled task, a closed iterator) closes the
@@ -7,16 +7,16 @@ engine's stream, which aborts the request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, cast
 
-from pellucid.core.events import Finished, TokensGenerated
+from pellucid.core.errors import RequestRejected
+from pellucid.core.events import Queued, TokensGenerated
 from pellucid.core.request import Request
-from pellucid.engine.client import EngineClient
-from pellucid.server.errors import ApiError
-from pellucid.telemetry.prometheus import ChoiceTimes
+from pellucid.engine.client import EngineClient, StreamEvent
+from pellucid.server.errors import ApiError, DeadlineExceeded
+from pellucid.server.meter import Meter
 from pellucid.text.detokenizer import Detokenizer
 from pellucid.text.stop import StopMatcher
 from pellucid.text.tokenizer import Tokenizer
@@ -32,39 +32,45 @@ class Piece(NamedTuple):
 
 
 async def generate(
-    engine: EngineClient, request: Request, *, tokenizer: Tokenizer, stops: Sequence[str], times: ChoiceTimes
+    engine: EngineClient, request: Request, *, tokenizer: Tokenizer, stops: Sequence[str], meter: Meter
 ) -> AsyncGenerator[Piece, None]:
-    """The pieces of one request. Raises what the engine raises, and ApiError where it aborts the request by itself."""
+    """The pieces of one request. Raises what the engine raises, and ApiError where it ends the request by itself."""
     end = "disconnect"
     try:
-        async with aclosing(_pieces(engine, request, tokenizer, stops)) as pieces:
+        async with aclosing(_pieces(engine, request, tokenizer, stops, meter)) as pieces:
             async for piece in pieces:
-                if piece.token_ids:
-                    times.tokens(len(piece.token_ids), time.monotonic())
                 if piece.finish_reason is not None:
                     end = piece.finish_reason
                 yield piece
-    except Exception:
-        end = "error"
+    except RequestRejected:
+        end = "rejected"
+        raise
+    except Exception as error:
+        end = "deadline" if isinstance(error, DeadlineExceeded) else "error"
         raise
     finally:
-        times.end(end, time.monotonic())
+        meter.end(end)
 
 
 async def _pieces(
-    engine: EngineClient, request: Request, tokenizer: Tokenizer, stops: Sequence[str]
+    engine: EngineClient, request: Request, tokenizer: Tokenizer, stops: Sequence[str], meter: Meter
 ) -> AsyncGenerator[Piece, None]:
     text, stop = Detokenizer(tokenizer), StopMatcher(stops)
-    stream = cast("AsyncGenerator[TokensGenerated | Finished, None]", engine.submit(request))
+    stream = cast("AsyncGenerator[StreamEvent, None]", engine.submit(request))
     async with aclosing(stream) as events:
         async for event in events:
-            if isinstance(event, TokensGenerated):
+            if isinstance(event, Queued):
+                meter.queued(event)
+            elif isinstance(event, TokensGenerated):
+                meter.tokens(event)
                 shown = stop.push(text.push(event.token_ids))
                 yield Piece(shown, event.token_ids, event.num_cached, None if stop.found is None else "stop")
                 if stop.found is not None:
                     return
             elif event.reason == "abort":
                 raise ApiError(503, "the engine aborted the request", code="aborted")
+            elif event.reason == "deadline":
+                raise DeadlineExceeded(request)
             else:
                 shown = stop.push(text.flush()) + stop.flush()
                 yield Piece(shown, (), event.num_cached, event.reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -12,6 +13,7 @@ from pellucid.server.errors import bad_request
 from pellucid.text.chat_template import ROLES
 
 MAX_STOPS = 16
+DEADLINE_HEADER = "X-Pellucid-Deadline-Ms"
 _MAX_TOKEN_ID = (1 << 31) - 1
 _TOKEN_ID = {"type": "integer", "minimum": 0, "maximum": _MAX_TOKEN_ID}
 _PROMPT_SCHEMA = {
@@ -35,6 +37,8 @@ _MESSAGE_SCHEMA = {
     "required": ["role", "content"],
 }
 _MAX_INT = 1 << 62  # what still fits a 64-bit integer after a small addition
+_MAX_PRIORITY = 1 << 31
+_MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 Count = Annotated[int, Meta(ge=1)]
 Prompt = Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]  # a union of lists, which msgspec cannot check
 Message = Annotated[dict[str, Any], Meta(extra_json_schema=_MESSAGE_SCHEMA)]
@@ -63,6 +67,8 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     seed: Annotated[int, Meta(ge=-_MAX_INT, le=_MAX_INT)] | None = None
     ignore_eos: bool = False
     n: Count = 1
+    priority: Annotated[int, Meta(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY)] = 0
+    deadline_ms: Annotated[int, Meta(ge=1, le=_MAX_DEADLINE_MS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -72,6 +78,20 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise bad_request("max_tokens and max_completion_tokens differ; send one of them", param="max_tokens")
         return self.max_tokens or self.max_completion_tokens
+
+    def deadline_seconds(self, header: str | None) -> float | None:
+        """Seconds from its arrival within which the request is to be begun; None where it may wait for ever. `header`
+        is the value of X-Pellucid-Deadline-Ms, which says the same as the field `deadline_ms`."""
+        if header is None:
+            return None if self.deadline_ms is None else self.deadline_ms / 1000
+        if not re.fullmatch("[0-9]{1,9}", header) or not 1 <= int(header) <= _MAX_DEADLINE_MS:
+            raise bad_request(
+                f"{DEADLINE_HEADER} is {header[:40]!r}; it must be a whole number from 1 to {_MAX_DEADLINE_MS}",
+                param=DEADLINE_HEADER,
+            )
+        if self.deadline_ms not in (None, int(header)):
+            raise bad_request(f"deadline_ms and {DEADLINE_HEADER} differ; send one of them", param="deadline_ms")
+        return int(header) / 1000
 
     def stops(self) -> list[str]:
         """The stop strings, checked."""

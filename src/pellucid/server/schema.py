@@ -15,9 +15,12 @@ from pellucid.telemetry.prometheus import CONTENT_TYPE
 ERROR_STATUSES: Mapping[int, str] = {
     400: "The request cannot be served as it is; the message says what to change.",
     401: "The API key is missing or wrong.",
+    403: "The API key is valid, but not for this.",
     404: "No such model.",
     413: "The body is too large.",
-    503: "The engine is starting (see Retry-After) or has stopped.",
+    429: "A limit of the tenant is reached; see Retry-After.",
+    503: "A limit of the machine is reached or the engine is starting (see Retry-After), or it has stopped.",
+    504: "The request's deadline passed while it waited.",
 }
 _BODIES: tuple[type[msgspec.Struct], ...] = (CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 _REFERENCES, _COMPONENTS = msgspec.json.schema_components(_BODIES, ref_template="#/components/schemas/{name}")

@@ -49,14 +49,15 @@ async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class EventStream(Response):
-    """A reply of server-sent events: `produce` is called once with a function that sends one or more whole events."""
+    """A reply of server-sent events: `produce` is called once with a function that sends one or more whole events.
+    `headers` are read when the first of them goes out."""
 
     media_type = "text/event-stream"
 
     def __init__(self, produce: Callable[[Write], Coroutine[Any, Any, None]], headers: Mapping[str, str]) -> None:
-        super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers})
+        super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._produce = produce
+        self._produce, self._late_headers = produce, headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await until_disconnect(receive, self._send_all(scope, receive, send))
@@ -68,6 +69,7 @@ class EventStream(Response):
             nonlocal started
             if not started:
                 started = True
+                self.headers.update(self._late_headers)
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": data, "more_body": True})
 

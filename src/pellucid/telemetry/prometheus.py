@@ -24,6 +24,7 @@ _COUNTERS = {
 }
 _TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4)
 _ITL_BUCKETS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
+_ERROR_BUCKETS = (-3.2, -1.6, -0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 _E2E_BUCKETS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2, 102.4, 204.8, 409.6)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -41,7 +42,7 @@ class ServerMetrics:
         )
         self._finished = Counter(
             "pellucid_choices_finished",
-            "Choices that ended, by reason: stop, length, disconnect or error.",
+            "Choices that ended, by reason: stop, length, disconnect, rejected, deadline or error.",
             ["reason"],
             registry=self.registry,
         )
@@ -57,6 +58,12 @@ class ServerMetrics:
             "pellucid_e2e_seconds", "From arrival of a request to the end of a choice.", _E2E_BUCKETS
         )
 
+        self._prediction_error = self._histogram(
+            "pellucid_ttft_prediction_error_seconds",
+            "Time to first token, from submission, less what was predicted: above 0 it came late.",
+            _ERROR_BUCKETS,
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self.registry)
 
@@ -67,6 +74,10 @@ class ServerMetrics:
     def choice(self, arrival: float) -> ChoiceTimes:
         """A choice of a request that arrived at `arrival` (seconds, any clock) begins."""
         return ChoiceTimes(self._ttft, self._itl, self._e2e, self._finished, arrival)
+
+    def observe_prediction_error(self, seconds: float) -> None:
+        """A first token came that much later than predicted."""
+        self._prediction_error.observe(seconds)
 
     def render(self) -> bytes:
         """The body of `/metrics`."""

@@ -1,23 +1,18 @@
 """What an engine may expect of its steps and its requests before it has run one: the planner's answer, as numbers.
 
-`step_time_prior` lays the time of a step out as the table that a step-time model starts from,
-
-    seconds = knots(tokens) + a * attended + c * context + s * sequences + r * samples + b * copied bytes
-
-so that whoever learns on the job needs nothing but these figures. `alone` is what one request takes on an idle engine.
+`step_time_prior` fills in `core.cost.CostPrior`, the table and the prices that the engine's own model starts from.
+`alone` is what one request takes on an idle engine, by whatever cost model.
 
 The figures come from this machine's measured kernels where its profile has them for the model's formats. Elsewhere they
-are a derated roofline with a wide spread, and meant to be too slow: that costs a few small steps until the engine has
-measured itself, where the opposite would break promises.
+are derated ceilings, and meant to be too slow: that costs a few small steps until the engine has measured itself, where
+the opposite would break promises.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from pellucid.core.cost import CostModel, Prediction, StepFeatures
+from pellucid.core.cost import CostModel, CostPrior
 from pellucid.planner.hardware import Device
 from pellucid.planner.kernel_rates import KernelRates
 from pellucid.planner.roofline import Roofline, chunks, decode
@@ -31,40 +26,15 @@ _ROWS = 32  # sampled rows that set the price of one more
 _FLOPS_REACHED, _BANDWIDTH_REACHED = 0.1, 0.3
 # What a core of a machine without a profile is expected to reach: meant to be less than it does.
 _CORE_FLOPS, _CORE_BANDWIDTH = 20e9, 4e9
-_GUESSED_SPREAD = 1.0
+# Nothing is expected to be free: a price of 0 would never be learnt, since what is learnt is its size.
+_LEAST = 1e-7
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimePrior:
-    """Prices of a step. `knots` are (new tokens, seconds), ascending, without context; what a step that samples costs
-    whatever its number of rows is in them. The rest is seconds per unit of `StepFeatures`. `spread` is relative (one
-    standard deviation), `origin` says what the figures rest on. It is a `core.cost.CostModel`."""
+class StepTimePrior(NamedTuple):
+    """The prior, and in a phrase what it rests on."""
 
-    knots: tuple[tuple[int, float], ...]
-    attended_seconds: float
-    context_seconds: float
-    sequence_seconds: float
-    sample_seconds: float
-    copied_byte_seconds: float
-    spread: float
+    prior: CostPrior
     origin: str
-
-    def predict(self, features: StepFeatures) -> Prediction:
-        """Seconds of a step: straight lines between the knots and beyond the last, the rest in proportion."""
-        seconds = (
-            self._at(features.num_tokens)
-            + features.num_attended * self.attended_seconds
-            + features.num_context * self.context_seconds
-            + features.num_sequences * self.sequence_seconds
-            + features.num_samples * self.sample_seconds
-            + features.copied_bytes * self.copied_byte_seconds
-        )
-        return Prediction(seconds, seconds * self.spread)
-
-    def _at(self, num_tokens: int) -> float:
-        right = min(max(bisect_left(self.knots, (num_tokens, 0.0)), 1), len(self.knots) - 1)
-        (x0, y0), (x1, y1) = self.knots[right - 1], self.knots[right]
-        return y0 + (y1 - y0) * (max(num_tokens, x0) - x0) / (x1 - x0)
 
 
 def step_time_prior(shape: ModelShape, device: Device | None, *, num_cores: int = 1) -> StepTimePrior:
@@ -72,12 +42,13 @@ def step_time_prior(shape: ModelShape, device: Device | None, *, num_cores: int 
     measured, of which `num_cores` compute). Raises ConfigError for a bare parameter count, which has no context."""
     if device is None:
         origin = f"assumed for {num_cores} cores, because this machine has not been measured"
-        return _guessed(shape, _CORE_FLOPS * num_cores, _CORE_BANDWIDTH * num_cores, origin)
+        return StepTimePrior(_guessed(shape, _CORE_FLOPS * num_cores, _CORE_BANDWIDTH * num_cores), origin)
     if device.kernels is not None and Roofline(shape, device).measured:
-        return _measured(shape, device, device.kernels)
+        return StepTimePrior(_measured(shape, device, device.kernels), ", ".join(device.sources) or device.name)
     peak = device.peak("fp32" if shape.weight_format.compute == "fp32" else "bf16")
-    origin = f"assumed from the rates of {device.name}, because no {shape.weight_format.name} kernel was measured there"
-    return _guessed(shape, _FLOPS_REACHED * peak, _BANDWIDTH_REACHED * device.need_bandwidth(), origin)
+    prior = _guessed(shape, _FLOPS_REACHED * peak, _BANDWIDTH_REACHED * device.need_bandwidth())
+    missing = f"no kernels for {shape.weight_format.name} weights were measured there"
+    return StepTimePrior(prior, f"assumed from the rates of {device.name}, because {missing}")
 
 
 class Alone(NamedTuple):
@@ -100,44 +71,41 @@ def alone(cost: CostModel, *, num_prompt: int, num_cached: int, num_output: int,
     return Alone(first, first + steps * cost.predict(decode(1, num_prompt + (steps + 1) // 2)).seconds)
 
 
-def _measured(shape: ModelShape, device: Device, kernels: KernelRates) -> StepTimePrior:
+def _measured(shape: ModelShape, device: Device, kernels: KernelRates) -> CostPrior:
     weights, head, cache = shape.weight_format.name, shape.head_format.name, shape.cache_format.name
     overheads = device.overheads
 
     def head_seconds(rows: int) -> float:
         return kernels.linear_seconds("head", head, rows, shape.hidden * shape.vocab)
 
+    # Logits cost something however few, which stands in the table, and something for each further row.
     sample = (head_seconds(_ROWS) - head_seconds(1)) / (_ROWS - 1)
     fixed = overheads.step_seconds + shape.num_layers * overheads.layer_seconds + max(head_seconds(1) - sample, 0.0)
-    layers = [(t, kernels.linear_seconds("layers", weights, t, shape.num_matrix_params)) for t in KNOTS]
-    return StepTimePrior(
-        knots=tuple((tokens, fixed + seconds) for tokens, seconds in layers),
-        attended_seconds=kernels.attention_seconds(cache, _pair_flops(shape), 0.0),
-        context_seconds=kernels.attention_seconds(cache, 0.0, _CONTEXT * shape.kv_bytes_per_token()) / _CONTEXT,
-        sequence_seconds=overheads.sequence_seconds,
-        sample_seconds=sample,
-        copied_byte_seconds=1.0 / device.host_link if device.host_link else 2.0 / device.need_bandwidth(),
-        spread=kernels.spread(weights, 1),
-        origin=device.sources[0] if device.sources else device.name,
+    layers = [kernels.linear_seconds("layers", weights, rows, shape.num_matrix_params) for rows in KNOTS]
+    return CostPrior(
+        table=tuple(fixed + seconds for seconds in layers),
+        attended=kernels.attention_seconds(cache, _pair_flops(shape), 0.0),
+        context=kernels.attention_seconds(cache, 0.0, _CONTEXT * shape.kv_bytes_per_token()) / _CONTEXT,
+        sequence=max(overheads.sequence_seconds, _LEAST),
+        sample=max(sample, _LEAST),
+        copied_byte=1.0 / device.host_link if device.host_link else 2.0 / device.need_bandwidth(),
     )
 
 
-def _guessed(shape: ModelShape, flops: float, bandwidth: float, origin: str) -> StepTimePrior:
-    """Rates reached, and nothing hidden behind anything: all reading and all arithmetic, one after the other."""
+def _guessed(shape: ModelShape, flops: float, bandwidth: float) -> CostPrior:
+    """From rates reached, with nothing hidden behind anything: all reading and all arithmetic, one after the other."""
     head = shape.rank_weights().head / bandwidth
 
     def layers(tokens: int) -> float:
         return shape.touched_weight_bytes(tokens, 0) / bandwidth + shape.linear_flops(tokens) / flops
 
-    return StepTimePrior(
-        knots=tuple((tokens, head + layers(tokens)) for tokens in KNOTS),
-        attended_seconds=_pair_flops(shape) / flops,
-        context_seconds=shape.kv_bytes_per_token() / bandwidth,
-        sequence_seconds=0.0,
-        sample_seconds=shape.head_flops(1) / flops,
-        copied_byte_seconds=2.0 / bandwidth,
-        spread=_GUESSED_SPREAD,
-        origin=origin,
+    return CostPrior(
+        table=tuple(head + layers(tokens) for tokens in KNOTS),
+        attended=_pair_flops(shape) / flops,
+        context=shape.kv_bytes_per_token() / bandwidth,
+        sequence=_LEAST,
+        sample=max(shape.head_flops(1) / flops, _LEAST),
+        copied_byte=2.0 / bandwidth,
     )
 
 

@@ -75,7 +75,7 @@ def main() -> None:
         )
     settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(arguments.batches))
     model = load_model(arguments.model)
-    engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), lambda text: None)
+    engine = build_engine(settings, model.files.path, plan_engine(settings, model), lambda text: None)
     rates = "kernels timed in turns with the points" if arguments.fresh else f"profile of {profile.measured_at}"
     load = f"load {os.getloadavg()[0]:.1f}"
     print(f"{profile.machine}; {rates}; commit {_commit()}; {time.strftime('%Y-%m-%d %H:%M')}; {load}")

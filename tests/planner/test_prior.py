@@ -68,7 +68,7 @@ def test_a_guess_is_slower_than_the_measured_kernels_and_says_that_it_is_one() -
     unmeasured = replace(MEASURED, kernels=None)
     assert step_time_prior(SHAPE, MEASURED).origin == "measured once"
     assert "no kernels for bf16 weights" in step_time_prior(SHAPE, unmeasured).origin
-    assert "has not been measured" in step_time_prior(SHAPE, None).origin
+    assert "no profile describes this engine" in step_time_prior(SHAPE, None).origin
     for step in [decode(1, 100), decode(32, 2000), prefill(512), prefill(512, 8000)]:
         assert cost().predict(step).seconds < cost(device=unmeasured).predict(step).seconds
         assert cost().predict(step).seconds < cost(device=None, num_cores=2).predict(step).seconds

@@ -41,7 +41,7 @@ def step_time_prior(shape: ModelShape, device: Device | None, *, num_cores: int 
     """The prior of `shape`, in the formats the engine holds it in, on `device` (None: a machine that has not been
     measured, of which `num_cores` compute). Raises ConfigError for a bare parameter count, which has no context."""
     if device is None:
-        origin = f"assumed for {num_cores} cores, because this machine has not been measured"
+        origin = f"assumed for {num_cores} cores, because no profile describes this engine on this machine"
         return StepTimePrior(_guessed(shape, _CORE_FLOPS * num_cores, _CORE_BANDWIDTH * num_cores), origin)
     if device.kernels is not None and Roofline(shape, device).measured:
         return StepTimePrior(_measured(shape, device, device.kernels), ", ".join(device.sources) or device.name)

@@ -92,10 +92,9 @@ def main() -> None:
     points = _points(Roofline(shape, profile.device()), measured, engine.scheduler.config.token_budget)
     print("stage    batch  context    predicted    measured  ratio       floor  bound by")
     for point in points:
-        print(
-            f"{point.stage:8} {point.batch:5} {point.context:8}{'*' if point.claimed else ' '} {point.predicted * 1e3:8.2f} ms "
-            f"{point.measured * 1e3:8.2f} ms {point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}"
-        )
+        times = (f"{seconds * 1e3:8.2f} ms" for seconds in (point.predicted, point.measured))
+        name = f"{point.stage:8} {point.batch:5} {point.context:8}{'*' if point.claimed else ' '}"
+        print(name, *times, f"{point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}")
     off = [p for p in points if not 0.8 <= p.ratio <= 1.2]
     print(f"{len(points) - len(off)} of {len(points)} within 20 %; load {os.getloadavg()[0]:.1f} at the end")
     if arguments.json:

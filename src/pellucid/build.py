@@ -26,10 +26,12 @@ from pellucid.engine.engine import Engine
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.sources import DEFAULT_MODEL, ModelFiles, resolve
+from pellucid.planner.memory import Batching
 from pellucid.planner.quantity import parse_bytes, parse_seconds
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.config import resolve as resolve_runtime
 from pellucid.runtime.memory import blocks_that_fit
+from pellucid.sizing import cache_bytes, engine_prior
 from pellucid.text.chat_template import ChatTemplate, chat_template_from_gguf, load_chat_template
 from pellucid.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -48,6 +50,11 @@ def parse_seconds_or_off(text: str) -> float:
     return parse_seconds(text)
 
 
+def _parse_kv_memory(text: str) -> int:
+    """A size; "auto" is 0. Raises ConfigError."""
+    return 0 if text == "auto" else parse_bytes(text)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What a user may choose about an engine. The same names serve as flags, variables and configuration keys."""
@@ -58,7 +65,12 @@ class EngineSettings:
     )
     threads: int = _setting(0, "Threads that compute; 0 takes one per physical core.")
     block_size: int = _setting(16, "Tokens in a KV block: the unit of allocation and of sharing.")
-    kv_memory: int = _setting(2 * 2**30, "Memory of the KV cache, such as 2GiB.", parser=parse_bytes, shown="2GiB")
+    kv_memory: int = _setting(
+        2 * 2**30,
+        "Memory of the KV cache, such as 2GiB; auto takes what is free beside the model, if it can be used.",
+        parser=_parse_kv_memory,
+        shown="2GiB",
+    )
     max_context: int = _setting(0, "Most tokens of one request, prompt and output; 0 takes what the model allows.")
     max_running: int = _setting(64, "Most requests that are computed in one step.")
     token_budget: int = _setting(512, "Most tokens computed in one step: bounds how long a prompt may hold up others.")
@@ -127,16 +139,25 @@ def load_model(model: str = DEFAULT_MODEL, *, progress: bool = True) -> LoadedMo
     return LoadedModel(files, config, tokenizer, chat_template_from_gguf(metadata, tokenizer))
 
 
-def plan_engine(settings: EngineSettings, model: ModelConfig) -> SchedulerConfig:
-    """The scheduler's configuration: how many blocks the KV memory holds, and how long a request may be."""
-    runtime = settings.runtime()
-    spec = model.cache_spec(runtime.element_bytes)
-    num_blocks = blocks_that_fit(settings.kv_memory, spec, settings.block_size)
-    limit = model.max_context if model.sliding_window is None else min(model.max_context, model.sliding_window)
+def plan_engine(settings: EngineSettings, model: LoadedModel) -> SchedulerConfig:
+    """The scheduler's configuration: how many blocks the KV memory holds, and how long a request may be. Raises
+    ConfigError where model and cache do not fit the memory that is free."""
+    runtime, config = settings.runtime(), model.config
+    limit = config.max_context if config.sliding_window is None else min(config.max_context, config.sliding_window)
     max_context = settings.max_context or limit
-    model.check_context(max_context)
+    config.check_context(max_context)
+    batching = Batching(
+        token_budget=settings.token_budget if settings.chunked_prefill == "on" else max_context,
+        max_running=settings.max_running,
+        block_size=settings.block_size,
+        memory_fraction=1.0,
+    )
+    kv_bytes = cache_bytes(
+        settings.kv_memory, model.files.path, runtime, batching=batching, context=max_context, environment=os.environ
+    )
+    spec = config.cache_spec(runtime.element_bytes)
     return SchedulerConfig(
-        num_blocks=num_blocks,
+        num_blocks=blocks_that_fit(kv_bytes, spec, settings.block_size),
         block_size=settings.block_size,
         max_context=max_context,
         max_running=settings.max_running,
@@ -144,10 +165,11 @@ def plan_engine(settings: EngineSettings, model: ModelConfig) -> SchedulerConfig
         prefix_cache=settings.prefix_cache == "on",
         chunked_prefill=settings.chunked_prefill == "on",
         step_target=settings.step_target or None,
+        cost_prior=engine_prior(model.files.path, runtime, os.environ).prior,
         policy="fcfs" if settings.policy == "auto" else settings.policy,
         max_waiting=settings.max_waiting,
         bytes_per_block=spec.bytes_per_token * settings.block_size,
-        eos_token_ids=model.eos_token_ids,
+        eos_token_ids=config.eos_token_ids,
     )
 
 

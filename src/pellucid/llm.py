@@ -73,7 +73,7 @@ class LLM:
 
     def _start(self, settings: EngineSettings, model: str, progress: Callable[[str], None] | None) -> None:
         self.model: LoadedModel = load_model(model, progress=progress is not None)
-        self.limits: SchedulerConfig = plan_engine(settings, self.model.config)
+        self.limits: SchedulerConfig = plan_engine(settings, self.model)
         path = self.model.files.path
         self._engine: Engine = build_engine(settings, path, self.limits, progress or (lambda text: None))
         self._ids = count()

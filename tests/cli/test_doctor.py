@@ -43,7 +43,6 @@ CHANGED_MACHINES: list[tuple[dict[str, Any], str]] = [
     ({"busy_processors": 1.5}, "keep 1.5 of 8 processors busy.*nice -n 15"),
     ({"cpu_quota": 1.5}, "quota is 1.5 processors and 4 threads.*--threads 1"),
     ({"num_installed": 64}, "bound to 8 of 64 processors"),
-    ({"available_bytes": 2 << 30}, "exceed the 2.147 GB that are free.*--kv-memory 684MiB"),
 ]
 CHANGED_FACTS: list[tuple[dict[str, Any], str]] = [
     ({"missing": "no C++ compiler is installed"}, "no C[+][+] compiler is installed.*reinstall"),
@@ -80,6 +79,11 @@ def test_tiles_that_are_not_granted_and_openmp_that_spins() -> None:
 
 def test_what_makes_serving_impossible_is_an_error_and_comes_first() -> None:
     check(replace(FACTS, kv_bytes=32 << 30), "error", "exceed the memory of 17.18 GB.*--kv-memory")
+    check(
+        replace(FACTS, machine=replace(SOUND, available_bytes=2 << 30)),
+        "error",
+        "exceed the 2.147 GB that are free now.*--kv-memory 684MiB",
+    )
     check(replace(FACTS, kv_bytes=1, weight_bytes=1e12), "error", "smaller model")
     both = findings(replace(FACTS, refusals=("no such model",), environment={"MKL_NUM_THREADS": "2"}))
     assert [f.severity for f in both] == ["error", "warning"]

@@ -113,6 +113,28 @@ def test_noise_never_makes_more_rows_cheaper(values: list[float]) -> None:
     assert table == sorted(table)
 
 
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
+def test_decodes_are_predicted_as_measured_whatever_the_noise_of_steps_without_logits(
+    noise: list[float],
+) -> None:
+    truth = known(1e-10, 1e12, 1e10)
+    timed = steps(truth)
+    disturbed = dict(zip((1, 4, 8, 64), noise))
+    near = [s.features.num_context <= 64 * 16 and not s.features.num_samples for s in timed]
+    noisy = [
+        s._replace(seconds=s.seconds * disturbed.get(s.features.num_tokens, 1.0)) if plain else s
+        for s, plain in zip(timed, near, strict=True)
+    ]
+    found = rates_from(SHAPE, noisy)
+    for rows in (1, 4, 8, 64):
+        step = decode(rows, 16)
+        layers = found.linear_seconds("layers", "bf16", rows, SHAPE.num_matrix_params)
+        head = found.linear_seconds("head", "bf16", rows, SHAPE.hidden * SHAPE.vocab)
+        attention = found.attention_seconds("bf16", *attention_work(SHAPE, step))
+        # Attention's own rates come from the disturbed steps; near the start of a sequence it is a small part.
+        assert layers + head + attention == pytest.approx(time_of(truth, step).seconds, rel=0.02)
+
+
 def test_the_spread_is_that_of_the_nearest_row_count() -> None:
     rates = KernelRates((LinearRate("layers", "bf16", 1, 1e-10, 0.1), LinearRate("layers", "bf16", 64, 1e-9, 0.3)), ())
     assert (rates.spread("bf16", 2), rates.spread("bf16", 60)) == (0.1, 0.3)

@@ -41,7 +41,8 @@ def test_the_runs_after_the_first_are_timed_and_nothing_is_left_behind() -> None
     assert [(t.prepare_seconds, t.spread) for t in timings] == [(0.0005, 0.0)] * 2
     assert timings[0].features == (4, 4 * 32, 4 * 32, 4, 4, 0)
     assert seen[-1] == (6, 6)
-    assert executor.steps == 3 * 5 * 2  # announced, timed three times and released, three turns of two batches
+    # Announced, timed and released, three turns each: the short step twelve times, the long one three times.
+    assert executor.steps == 3 * (1 + 12 + 1) + 3 * (1 + 3 + 1)
     assert not executor.known
 
 
@@ -49,7 +50,7 @@ def test_a_limit_cuts_repeats_but_never_the_first_round() -> None:
     batches = [Batch(1, 1, 15, False)]
     executor = Clockwork(1)
     assert len(time_steps(executor, batches, block_size=16, repeats=5, limit_seconds=0.0)) == 1
-    assert executor.steps == 5
+    assert executor.steps == 1 + 12 + 1
 
 
 def test_the_standard_batches_stay_within_the_context_and_show_what_context_costs() -> None:

@@ -69,7 +69,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     if needed > machine.memory_bytes:
         yield Finding("error", f"{what} exceed the memory of {format_bytes(machine.memory_bytes)}; {remedy}")
     else:
-        yield Finding("warning", f"{what} exceed the {format_bytes(free)} that are free; {remedy}")
+        yield Finding("error", f"{what} exceed the {format_bytes(free)} that are free now; {remedy}")
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:

@@ -187,7 +187,7 @@ def _lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "kernels used", f"{choice.kernels or 'none'} ({_why(report)})"
     yield "precision", report.dtype
     yield "compute threads", str(report.threads)
-    yield "KV pool", format_bytes(report.kv_bytes)
+    yield "KV pool", format_bytes(report.kv_bytes) if report.kv_bytes else "what is free beside the model"
     if report.model is not None:
         weights = format_bytes(report.weight_bytes) if report.weight_bytes else "cannot be read"
         yield "model", f"{report.model}: weights {weights}"

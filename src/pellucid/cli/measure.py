@@ -111,7 +111,7 @@ def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineP
     token_bytes = loaded.config.cache_spec(settings.runtime().element_bytes).bytes_per_token
     settings = replace(settings, kv_memory=num_tokens * token_bytes)
     loading = bar.add_task(f"load {shape.name}")
-    engine = build_engine(settings, loaded.files.path, plan_engine(settings, loaded.config), lambda text: None)
+    engine = build_engine(settings, loaded.files.path, plan_engine(settings, loaded), lambda text: None)
     bar.update(loading, total=1, completed=1)
     timing = bar.add_task("engine")
     timings = time_steps(

@@ -16,13 +16,10 @@ import typer
 
 from pellucid.cli import plan_view
 from pellucid.core.errors import ConfigError, ModelError
-from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.sources import resolve
 from pellucid.planner.compare import compare, paradox
-from pellucid.planner.config_shape import shape_from_config
-from pellucid.planner.fit import fit_serve
+from pellucid.planner.fit import FREE_SHARE, fit_serve
 from pellucid.planner.fleet import Demand, size_fleet
-from pellucid.planner.gguf_shape import shape_from_gguf
 from pellucid.planner.hardware import CUSTOM, Device, Overrides, device_by_name, devices, devices_in
 from pellucid.planner.memory import Batching
 from pellucid.planner.named_shapes import bare_shape, named_shapes, shape_by_name
@@ -32,6 +29,7 @@ from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.quantity import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 from pellucid.planner.shape import ModelShape
 from pellucid.runtime.machine import available_bytes
+from pellucid.sizing import shape_at, shape_in
 
 THIS_MACHINE = "this-machine"
 
@@ -164,7 +162,7 @@ def fit(
         Device(
             "this-machine",
             "this machine",
-            memory=free_memory() * 4 // 5 if memory is None else parsed("--memory", memory, parse_bytes),
+            memory=int(free_memory() * FREE_SHARE) if memory is None else parsed("--memory", memory, parse_bytes),
             runtime_memory=read_profile(profile).process_bytes if profile.exists() else None,
         ),
         kv_bytes=optional("--kv-memory", kv_memory, parse_bytes),
@@ -194,11 +192,8 @@ def load_shape(model: str) -> ModelShape:
     path = Path(model).expanduser()
     if separator and scheme == "pypi":
         path = resolve(model).path
-    if path.is_dir():
-        return _shape_from_json(path / "config.json", name=path.resolve().name)
-    if path.suffix == ".gguf":
-        header = read_gguf_header(path)
-        return shape_from_gguf(header.metadata, header.tensors, name=path.stem, origin=str(path))
+    if path.is_dir() or path.suffix == ".gguf":
+        return shape_at(path)
     return shape_by_name(model)
 
 
@@ -304,18 +299,6 @@ def _measured(answer: Plan) -> Plan | None:
     return Plan(replace(answer.scenario, device=here, tp=1))
 
 
-def _shape_from_json(path: Path, *, name: str) -> ModelShape:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model directory has a config.json") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: holds a {type(config).__name__}; a JSON object is needed")
-    return shape_from_config(config, name=name, origin=str(path))
-
-
 def _shape_from_hub(name: str) -> ModelShape:
     """config.json alone is fetched, into huggingface_hub's own cache."""
     from huggingface_hub import hf_hub_download
@@ -327,4 +310,4 @@ def _shape_from_hub(name: str) -> ModelShape:
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError) as error:
         reason = str(error).splitlines()[0].split(". ")[0]
         raise ModelError(f"hf:{name}: no config.json ({reason}); check the name and the network") from None
-    return _shape_from_json(Path(path), name=repository)
+    return shape_in(Path(path), name=repository)

@@ -34,7 +34,7 @@ def serve(model: ModelArgument = DEFAULT_MODEL, *, settings: EngineSettings, con
     listener = _listen(config)
     with loading(f"reading {model}") as progress:
         loaded = load_model(model)
-        limits = plan_engine(settings, loaded.config)
+        limits = plan_engine(settings, loaded)
         uvloop.run(_serve(loaded, limits, settings, config, listener, progress))
 
 

@@ -8,8 +8,11 @@ own cache beside the weights is read several times as fast as what does not.
 
 `rates_from` takes timed steps apart:
 
-    layers(T) = step of T rows without logits, less attention      head(T) = the same step with logits, less without
-    attention: from pairs of steps that differ in context alone; decodes give the table, and one chunk the rate
+    attention    from pairs of steps that differ in context alone; decodes give the table, and one chunk the rate
+    head(T)      a step of T rows with logits, less the same one without
+    layers(T)    the step with logits (which is what an engine's decodes are), less head and attention
+
+So a noisy head moves seconds between the two parts, and their sum stays what was measured.
 """
 
 from __future__ import annotations
@@ -99,25 +102,33 @@ def rates_from(shape: ModelShape, steps: Iterable[TimedStep]) -> KernelRates:
         near.setdefault(step.features.num_tokens, step)
     attention = _attention(shape, [(s, near[s.features.num_tokens]) for s in plain])
     rates = KernelRates((), attention)
-    layers = {rows: (_left(shape, rates, step), step.spread) for rows, step in near.items()}
-    heads = {
-        s.features.num_samples: (max(s.seconds - near[s.features.num_tokens].seconds, 0.0), s.spread)
-        for s in timed
-        if s.features.num_samples and s.features.num_tokens in near
-    }
-    linear = [
-        *_table("layers", shape.weight_format.name, layers, shape.num_matrix_params),
-        *_table("head", shape.head_format.name, heads, shape.hidden * shape.vocab),
-    ]
-    return KernelRates(tuple(linear), attention)
+    layers = {rows: _left(shape, rates, step) for rows, step in near.items()}
+    sampled = {s.features.num_samples: s for s in timed if s.features.num_samples and s.features.num_tokens in near}
+    both = _table({rows: _left(shape, rates, step) for rows, step in sampled.items()})
+    heads = _table({rows: max(both[rows] - layers[rows], 0.0) for rows in both})
+    layers = _table({**layers, **{rows: both[rows] - heads[rows] for rows in both}})
+    heads = {rows: max(both[rows] - layers[rows], 0.0) for rows in both}
+    spreads = {rows: step.spread for rows, step in (near | sampled).items()}
+    return KernelRates(
+        (
+            *_rates("layers", shape.weight_format.name, layers, spreads, shape.num_matrix_params),
+            *_rates("head", shape.head_format.name, heads, spreads, shape.hidden * shape.vocab),
+        ),
+        attention,
+    )
 
 
-def _table(part: Part, weights: str, seconds: Mapping[int, tuple[float, float]], num_params: float) -> list[LinearRate]:
-    """Rates from rows -> (seconds, spread). More rows never take less time: where noise says so, neighbours that are
-    out of order share their mean."""
+def _rates(
+    part: Part, weights: str, seconds: Mapping[int, float], spreads: Mapping[int, float], num_params: float
+) -> list[LinearRate]:
+    return [LinearRate(part, weights, rows, t / num_params, spreads[rows]) for rows, t in seconds.items()]
+
+
+def _table(seconds: Mapping[int, float]) -> dict[int, float]:
+    """rows -> seconds, by rows. More rows never take less time: where noise says so, neighbours that are out of order
+    share their mean."""
     rows = sorted(seconds)
-    rising = _rising([seconds[r][0] for r in rows])
-    return [LinearRate(part, weights, r, t / num_params, seconds[r][1]) for r, t in zip(rows, rising, strict=True)]
+    return dict(zip(rows, _rising([seconds[r] for r in rows]), strict=True))
 
 
 def _rising(values: Sequence[float]) -> list[float]:

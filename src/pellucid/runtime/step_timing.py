@@ -3,8 +3,9 @@
 A step is described by (sequences, new tokens each, tokens before them, whether the last row samples). Its cache is
 claimed, not computed: reading zeros takes as long as reading keys. Every batch runs once untimed, so that what is timed
 is the step and not the announcement of its sequences, and then several times in a row, because a step that follows its
-like finds its weights where a stranger's successor does not. The repeats go round the whole list, so that a change in
-the machine's mood spreads over all batches instead of spoiling one.
+like finds its weights where a stranger's successor does not; short steps more often, since a neighbour disturbs them
+more. The repeats go round the whole list, so that a change in the machine's mood spreads over all batches instead of
+spoiling one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
 from pellucid.core.request import SamplingParams
 from pellucid.engine.executor import Executor
 
-_RUNS = 3  # timed in a row, each time a batch has its turn
+# Timed in a row, each time a batch has its turn: so many, or fewer once they have taken so long.
+_FEWEST_RUNS, _MOST_RUNS, _TURN_SECONDS = 3, 12, 0.05
 
 
 class Batch(NamedTuple):
@@ -76,16 +78,23 @@ def time_steps(
         if round_ and (perf_counter() - began) * (round_ + 1) / round_ > limit_seconds:
             break
         for index, batch in enumerate(batches):
-            first = _plan(batch, step_id, block_size)
-            executor.collect(executor.launch(first))
-            for again in range(_RUNS):
-                result = executor.collect(executor.launch(StepPlan(step_id + 1 + again, first.chunks)))
-                runs[index].append((result.seconds, dict(result.phases).get("prepare", 0.0)))
-            released = tuple(n.seq_id for n in first.new)
-            step_id += _RUNS + 2
-            executor.collect(executor.launch(StepPlan(step_id - 1, (), released=released)))
+            turn = _turn(executor, _plan(batch, step_id, block_size))
+            runs[index] += turn
+            step_id += len(turn) + 2
             progress(round_ * len(batches) + index + 1, repeats * len(batches))
     return [_timing(batch, times) for batch, times in zip(batches, runs, strict=True)]
+
+
+def _turn(executor: Executor, first: StepPlan) -> list[tuple[float, float]]:
+    """Announce `first`, run its like, and release its sequences: (seconds, of them preparation) of each timed run."""
+    executor.collect(executor.launch(first))
+    times: list[tuple[float, float]] = []
+    while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(t for t, _ in times) < _TURN_SECONDS):
+        result = executor.collect(executor.launch(StepPlan(first.step_id + 1 + len(times), first.chunks)))
+        times.append((result.seconds, dict(result.phases).get("prepare", 0.0)))
+    released = tuple(n.seq_id for n in first.new)
+    executor.collect(executor.launch(StepPlan(first.step_id + 1 + len(times), (), released=released)))
+    return times
 
 
 def _plan(batch: Batch, step_id: int, block_size: int) -> StepPlan:

@@ -1,0 +1,116 @@
+"""What an engine is told of its machine before it starts: how much cache fits, and what its steps will probably take.
+
+The one place where a model's files, the runtime's choices and the planner's arithmetic meet; no torch. The shape is
+that of the model *as the engine holds it*: in its files' formats where the kernels read them, else in the runtime's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pellucid.core.errors import ConfigError, ModelError
+from pellucid.kernels.processors import native
+from pellucid.models.gguf_header import read_gguf_header
+from pellucid.planner.config_shape import shape_from_config
+from pellucid.planner.fit import FREE_SHARE, cache_memory
+from pellucid.planner.formats import number_format
+from pellucid.planner.gguf_shape import shape_from_gguf
+from pellucid.planner.hardware import Device
+from pellucid.planner.memory import Batching
+from pellucid.planner.prior import StepTimePrior, step_time_prior
+from pellucid.planner.profile import default_path, read_profile
+from pellucid.planner.shape import ModelShape, weights_in
+from pellucid.runtime.config import RuntimeConfig
+from pellucid.runtime.machine import available_bytes
+
+# GGUF types that the native kernels read as they are; floating ones become bf16 and all others 8 bits.
+_PACKED_AS_STORED = ("q4_0", "q4_1", "q8_0", "q4_k")
+_FLOATING = ("fp32", "fp16", "bf16")
+# With one scale per 32 inputs, as in these types.
+_PACKED_ON_REQUEST = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+
+
+def shape_at(path: Path, *, name: str | None = None) -> ModelShape:
+    """The shape of the model at `path`, a directory with config.json or a `.gguf`. Raises ModelError."""
+    if path.is_dir():
+        return shape_in(path / "config.json", name=name or path.resolve().name)
+    header = read_gguf_header(path)
+    return shape_from_gguf(header.metadata, header.tensors, name=name or path.stem, origin=str(path))
+
+
+def shape_in(path: Path, *, name: str) -> ModelShape:
+    """The shape that a config.json describes. Raises ModelError."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model directory has a config.json") from None
+    except ValueError as error:
+        raise ModelError(f"{path}: not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: holds a {type(config).__name__}; a JSON object is needed")
+    return shape_from_config(config, name=name, origin=str(path))
+
+
+def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
+    """The shape of the model at `path` as an engine with this (resolved) configuration holds it in memory.
+
+    Formats keep the names under which `pellucid measure` stores their rates: those of the files, unless the user asked
+    for others.
+    """
+    precision = {"float32": "fp32", "bfloat16": "bf16"}[runtime.dtype]
+    shape = shape_at(path).cached_as(precision)
+    if not _runs_native(runtime):
+        return shape.stored_as(precision)
+    if runtime.weights != "auto":
+        return shape.stored_as(_PACKED_ON_REQUEST[runtime.weights])
+    layers, head = shape.weight_format.name, shape.head_format.name
+    if {layers, head} <= {*_PACKED_AS_STORED, "bf16"}:
+        return shape
+    packed = [n if n in _PACKED_AS_STORED else "bf16" if n in _FLOATING else "q8_0" for n in (layers, head)]
+    return replace(shape, weights=weights_in(shape, *(number_format(n) for n in packed)))
+
+
+def cache_bytes(
+    asked: int, path: Path, runtime: RuntimeConfig, *, batching: Batching, context: int, environment: Mapping[str, str]
+) -> int:
+    """Bytes for the KV cache: `asked`, or with 0 as much as is free beside everything else and can be used.
+
+    Only memory of the host is looked at; on another device `asked` stands. Raises ConfigError, with every term, where
+    it does not fit, and where "as much as is free" cannot be told.
+    """
+    free = available_bytes() if runtime.device == "cpu" else None
+    if free is None:
+        if not asked:
+            raise ConfigError(
+                f"how much memory is free on {runtime.device} is not known; pass --kv-memory with a size, such as 2GiB"
+            )
+        return asked
+    profile = default_path(environment)
+    host = Device(
+        "this-machine",
+        "this machine",
+        memory=free if asked else int(free * FREE_SHARE),
+        runtime_memory=read_profile(profile).process_bytes if profile.exists() else None,
+    )
+    return cache_memory(served_shape(path, runtime), host, batching, kv_bytes=asked or None, context=context)
+
+
+def engine_prior(path: Path, runtime: RuntimeConfig, environment: Mapping[str, str]) -> StepTimePrior:
+    """What this engine's steps are expected to take. A profile counts where it was measured as this engine runs: best
+    kernels, as many threads."""
+    profile = default_path(environment)
+    as_measured = _runs_native(runtime) and runtime.isa == "auto" and not runtime.deterministic
+    device = read_profile(profile).device() if as_measured and profile.exists() else None
+    if device is not None and read_profile(profile).num_threads != runtime.threads:
+        device = None
+    return step_time_prior(served_shape(path, runtime), device, num_cores=runtime.threads)
+
+
+def _runs_native(runtime: RuntimeConfig) -> bool:
+    """Whether the native kernels can be expected to serve (a model with odd dimensions is still refused by them)."""
+    return (
+        runtime.device == "cpu" and runtime.isa != "reference" and runtime.dtype == "bfloat16" and native() is not None
+    )

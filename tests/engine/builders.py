@@ -10,26 +10,14 @@ from collections.abc import Callable
 from tests.core.fakes import EOS, FakeExecutor
 
 from pellucid.core.config import SchedulerConfig
-from pellucid.core.errors import ModelError, RequestRejected
-from pellucid.core.events import Queued
+from pellucid.core.errors import ModelError
 from pellucid.core.plan import StepPlan, StepResult
-from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine.engine import Engine
 
 CONFIG = SchedulerConfig(
     num_blocks=64, block_size=4, max_context=128, max_running=8, token_budget=16, eos_token_ids=(EOS,)
 )
-
-
-class AdmittingScheduler(Scheduler):
-    """Predicts a first token after 0.25 s, and refuses tenants whose weight is 13."""
-
-    def add(self, request: Request, now: float) -> None:
-        if any(tenant.name == request.tenant and tenant.weight == 13 for tenant in self.config.tenants):
-            raise RequestRejected("queue_full", "1 of 1 waits", retry_after=1.5, limit="tenant")
-        super().add(request, now)
-        self._events.append(Queued(request.id, 0.25))
 
 
 class SlowExecutor(FakeExecutor):
@@ -53,7 +41,7 @@ class FailingExecutor(FakeExecutor):
 
 def fake_engine(progress: Callable[[str], None]) -> Engine:
     progress("warming up")
-    return Engine(AdmittingScheduler(CONFIG), SlowExecutor(64, 4, 0.002), time.monotonic)
+    return Engine(Scheduler(CONFIG), SlowExecutor(64, 4, 0.002), time.monotonic)
 
 
 def failing_engine(progress: Callable[[str], None]) -> Engine:

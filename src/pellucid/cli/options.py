@@ -57,7 +57,11 @@ def _parameter(cls: type[Any], setting: Field[Any]) -> inspect.Parameter:
         "rich_help_panel": meta.get("panel"),
     }
     if "parser" in meta:
-        options |= {"parser": _usage_error(meta["parser"]), "metavar": meta.get("metavar", "SIZE"), "show_default": meta["shown"]}
+        options |= {
+            "parser": _usage_error(meta["parser"]),
+            "metavar": meta.get("metavar", "SIZE"),
+            "show_default": meta["shown"],
+        }
     flag = meta.get("flag", f"--{setting.name.replace('_', '-')}")
     return inspect.Parameter(
         setting.name,

@@ -63,7 +63,9 @@ class SchedulerConfig:
         if self.step_target is not None and not self.step_target > 0:
             raise ConfigError(f"step_target is {self.step_target}; it must be above 0 seconds, or off")
         if self.step_target is not None and not self.chunked_prefill:
-            raise ConfigError("with chunked prefill off there is nothing to fit into a step target: pass --step-target off, too")
+            raise ConfigError(
+                "with chunked prefill off there is nothing to fit into a step target: pass --step-target off, too"
+            )
         if self.preemption == "swap" and not (self.num_host_blocks and self.prefix_cache):
             raise ConfigError("preemption by swap needs host memory (--swap-memory) and the prefix cache")
 

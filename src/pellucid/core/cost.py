@@ -131,7 +131,7 @@ class FittedCost:
         self.num_observed += 1
 
     def _straighten(self, index: int) -> None:
-        """Bring the table's knots in line with knot `index`, outwards: each between its inner neighbour and twice it."""
+        """Bring the knots in line with knot `index`, outwards: each between its inner neighbour and twice it."""
         theta = self._theta
         for i in range(index + 1, self._num_knots):
             theta[i] = min(max(theta[i], theta[i - 1]), 2.0 * theta[i - 1])

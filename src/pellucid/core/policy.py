@@ -46,6 +46,11 @@ class Policy(Protocol):
         """Running sequences with prompt left and all waiting ones, in service order."""
         ...
 
+    def ahead(self, sequence: Sequence) -> tuple[int, float]:
+        """Prompt tokens of waiting sequences that would be served before `sequence`, which is not in the queue yet, and
+        the share of the prompt rate that they and it can count on."""
+        ...
+
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
         """Whether `running` must give way so that `waiting` can start."""
         ...
@@ -111,6 +116,9 @@ class Fcfs:
         yield from sorted(running, key=self._place)
         yield from self._queue
 
+    def ahead(self, sequence: Sequence) -> tuple[int, float]:
+        return _num_unread(self._queue), 1.0
+
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
         return False
 
@@ -148,6 +156,10 @@ class Priority:
 
     def order(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
         yield from sorted([*running, *self._queue], key=self._place)
+
+    def ahead(self, sequence: Sequence) -> tuple[int, float]:
+        place = self._place(sequence)
+        return _num_unread(other for other in self._queue if self._place(other) < place), 1.0
 
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
         more_urgent = waiting.request.priority < running.request.priority
@@ -220,6 +232,12 @@ class Fair:
             else:
                 heappop(heap)
 
+    def ahead(self, sequence: Sequence) -> tuple[int, float]:
+        """A tenant waits for its own requests before it, at its share of the rate."""
+        name, priority = sequence.request.tenant, sequence.request.priority
+        own = (other for other in self._queues.get(name, ()) if other.request.priority <= priority)
+        return _num_unread(own), self._book.entitlement(name)
+
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
         """A tenant below its share of the running slots takes them from one above, unless it is ahead in service; a
         tenant more than a quantum behind takes from whoever is ahead."""
@@ -252,6 +270,10 @@ class Fair:
 
     def _place(self, sequence: Sequence) -> Key:
         return (sequence.request.priority, sequence.id)
+
+
+def _num_unread(sequences: Iterable[Sequence]) -> int:
+    return sum(sequence.num_due - sequence.num_matched for sequence in sequences)
 
 
 def _local_order(queue: Queue, window: int) -> list[Sequence]:

@@ -25,11 +25,12 @@ from itertools import islice
 from typing import NamedTuple
 
 from pellucid.core import ledger
+from pellucid.core.admission import Admission
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.cost import FittedCost, StepFeatures
 from pellucid.core.draft import Draft
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishReason, Preempted, TokensGenerated
+from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishReason, Preempted, Queued, TokensGenerated
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
@@ -78,6 +79,7 @@ class Scheduler:
         self.book = ServiceBook(config.tenants, config.fair_quantum)
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
+        self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)
         self.kv = KVManager(
             config.num_blocks, config.block_size, prefix_cache=config.prefix_cache, on_block_event=on_block_event
         )
@@ -97,7 +99,10 @@ class Scheduler:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        """Queue a request. Raises RequestRejected, with the numbers, if it could never be served."""
+        """Queue a request; what it may expect comes out with the next events (`Queued`).
+
+        Raises RequestRejected, with the numbers, if it could never be served, or not now.
+        """
         if self._log is not None:
             self._log.add(request, now)
         if request.id in self._by_request:
@@ -105,8 +110,11 @@ class Scheduler:
         num_prompt = len(request.prompt)
         num_output = min(request.sampling.max_tokens, self.config.max_output_tokens(num_prompt))
         sequence = Sequence(self._next_seq_id, request, self.config.block_size, num_prompt + num_output)
+        sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
+        expected = self.admission.check(sequence, now)
         self._next_seq_id += 1
         self._by_request[request.id] = sequence
+        self._events.append(Queued(request.id, expected))
         self.book.wait(request.tenant)
         self.waiting.push(sequence)
         if request.deadline is not None:
@@ -119,7 +127,7 @@ class Scheduler:
         sequence = self._by_request.get(request_id)
         if sequence is not None:
             self._finish(sequence, "abort", now)
-        return self._take_events()
+        return self.take_events()
 
     def reconfigure(self, tenants: tuple[Tenant, ...], now: float) -> None:
         """Take new weights and limits of tenants; requests that are already queued or running stay."""
@@ -127,6 +135,11 @@ class Scheduler:
             self._log.reconfigure(tenants, now)
         self.config = replace(self.config, tenants=tenants)
         self.book.reconfigure(tenants)
+
+    def take_events(self) -> list[Event]:
+        """What happened since events were last handed out; `commit` and `abort` return it as well."""
+        events, self._events = self._events, []
+        return events
 
     @property
     def has_work(self) -> bool:
@@ -403,7 +416,7 @@ class Scheduler:
             # Ended or preempted after the launch: the blocks are gone, and so is what was computed into them.
             if sequence.status is Status.RUNNING and sequence.epoch == epoch:
                 self._fold(sequence, chunk, tokens, now)
-        return self._take_events()
+        return self.take_events()
 
     def _fold(self, sequence: Sequence, chunk: Chunk, tokens: tuple[int, ...], now: float) -> None:
         sequence.num_computed = chunk.end
@@ -434,6 +447,7 @@ class Scheduler:
         if sequence.status is Status.RUNNING:
             self._leave_running(sequence)
             self.book.stop(sequence.request.tenant)
+            self.admission.finished(sequence.num_generated)
         else:
             self.waiting.remove(sequence)
             self.book.unwait(sequence.request.tenant)
@@ -460,7 +474,3 @@ class Scheduler:
             self._released.append(sequence.id)
             sequence.announced = False
         self.kv.release(sequence)
-
-    def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events

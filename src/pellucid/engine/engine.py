@@ -62,9 +62,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> list[Event]:
         """Queue a request. Raises RequestRejected where it can never be served, or not now."""
         self.scheduler.add(request, self.clock())
+        return self._count(self.scheduler.take_events())
 
     def abort(self, request_id: str) -> list[Event]:
         """End a request now; its blocks are free when this returns."""
@@ -79,7 +80,8 @@ class Engine:
         plan = self.scheduler.schedule(self.clock())
         if plan is None:
             if not self.scheduler.running:
-                return []  # everyone waits for something that a bound will end (see core/shared_prefix.py)
+                # Everyone waits for something that a bound will end (see core/shared_prefix.py), or was too late.
+                return self._count(self.scheduler.take_events())
             raise InvariantViolation(f"nothing can be computed for {self.scheduler.sequences()}")
         result = self.executor.collect(self.executor.launch(plan))
         events = self.scheduler.commit(result, self.clock())

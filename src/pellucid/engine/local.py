@@ -77,7 +77,7 @@ class LocalClient:
 
     def _add(self, request: Request) -> None:
         try:
-            self._engine.add(request)
+            self._publish(self._engine.add(request))
         except RequestRejected as error:
             self._loop.call_soon_threadsafe(self._streams.reject, request.id, error)
 

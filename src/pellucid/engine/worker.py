@@ -73,7 +73,7 @@ def _handle(
     match message:
         case messages.Add():
             try:
-                engine.add(message.request())
+                _publish(engine.add(message.request()), engine, socket)
             except RequestRejected as error:
                 socket.send(messages.encode(messages.Rejected.of(message.id, error)))
         case messages.Abort():

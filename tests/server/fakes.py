@@ -65,7 +65,7 @@ class FakeEngine:
                     reason = "length"
                     break
             finished = True
-            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, ())
+            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached)
         finally:
             self.open.discard(request.id)
             if not finished:

@@ -40,7 +40,7 @@ class Clocked(Run):
     def __init__(self, config: SchedulerConfig, depth: int, ticks) -> None:
         super().__init__(config, depth)
         # No step is ever longer than this model explains: whatever is a gap is one between steps.
-        self.scheduler.book = LedgerBook(Priced(spread=1e9), config.token_budget)
+        self.scheduler.ledgers = LedgerBook(Priced(spread=1e9), config.token_budget)
         self.ticks = ticks
         self.computing: list[tuple[float, float]] = []
         self.begun: float | None = None
@@ -127,7 +127,7 @@ def test_the_causes_of_every_request_sum_to_its_time(
     for request_id in requests:  # the engine is stopped: whatever has not ended ends now
         run.tick()
         run.abort(request_id)
-    assert run.scheduler.book.residue_seconds == 0.0
+    assert run.scheduler.ledgers.residue_seconds == 0.0
     ends = [event for event in run.events if isinstance(event, Finished)]
     assert {end.request_id for end in ends} == set(requests)
     for end in ends:
@@ -294,7 +294,7 @@ def test_preemption_has_its_parts_and_counts_what_is_computed_again():
 
 def test_a_stopped_engine_is_a_gap_even_in_the_middle_of_a_step():
     run = run_of()
-    run.scheduler.book = LedgerBook(Priced(), run.config.token_budget)
+    run.scheduler.ledgers = LedgerBook(Priced(), run.config.token_budget)
     run.add(request("a", 8, max_tokens=8))
     for _ in range(4):
         run.step()

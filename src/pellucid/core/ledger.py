@@ -191,7 +191,7 @@ class Ledger:
     """The open ledger of one request; `LedgerBook` keeps it. Times are on the scheduler's clock.
 
     `since` is how far time is charged, and `gaps` what the book's count of gaps was then. `waits_for` is the cause of
-    the present wait (None: that of everybody who was not looked at; `behind` is where that count stood). `mark` is how
+    the present wait (None: that of everybody who was not looked at; `behind` is where those counts stood). `mark` is how
     many tokens had been computed when it was preempted: below it everything is computed again; 0 once that is done.
     `baseline` is the step time that prompts had taken before this request arrived.
     """
@@ -200,6 +200,7 @@ class Ledger:
         "arrival",
         "baseline",
         "behind",
+        "behind_ahead",
         "first",
         "first_blockers",
         "gaps",
@@ -215,10 +216,12 @@ class Ledger:
         "seconds",
         "served",
         "since",
+        "tenant",
         "waits_for",
     )
 
-    def __init__(self, arrival: float) -> None:
+    def __init__(self, tenant: str, arrival: float) -> None:
+        self.tenant = tenant
         self.arrival = arrival
         self.since = arrival
         self.gaps = 0.0
@@ -228,6 +231,7 @@ class Ledger:
         self.phases: list[Phase] = []
         self.waits_for: str | None = None
         self.behind: dict[str, float] = {}
+        self.behind_ahead: dict[str, float] = {}
         self.served = False  # in a committed step since it was last admitted
         self.mark = 0
         self.first: float | None = None

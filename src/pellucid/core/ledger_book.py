@@ -12,6 +12,7 @@ in a round of admission waits for the round's own reason, of which only running 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from heapq import nlargest
 from itertools import islice
@@ -47,7 +48,11 @@ class LedgerBook:
         self._spans: deque[tuple[float, float]] = deque(maxlen=_NUM_SPANS)
         self._new: list[Ledger] = []  # not yet offered to a round of admission
         self._round = cause.CAPACITY  # why those wait whom the last round did not look at
+        self._ahead: tuple[str, ...] = ()  # tenants that were not looked at because they are ahead
         self._behind: dict[str, float] = {}  # computing time by the round it passed under
+        self._behind_ahead: dict[str, dict[str, float]] = {}  # the part of it in which a tenant was ahead
+        self._told: dict[Ledger, None] = {}  # given a reason of their own in this round, and in the one before
+        self._told_before: dict[Ledger, None] = {}
         self._occupants: dict[int, Occupant] = {}
         self._retired: deque[Occupant] = deque(maxlen=_NUM_RETIRED)
         self._num_retired = 0
@@ -75,19 +80,26 @@ class LedgerBook:
         self._advance(now)
         for ledger in self._new:
             self._charge_wait(ledger, cause.STEP_IN_FLIGHT)
-            ledger.behind = dict(self._behind)
+            self._fall_behind(ledger)
         self._new.clear()
+        self._told, self._told_before = {}, self._told
 
     def waits(self, sequence: Sequence, why: str) -> None:
-        """Admission looked at `sequence` and left it waiting. Holds until another reason is given."""
+        """Admission looked at `sequence` in this round and left it waiting for `why`."""
         ledger = sequence.ledger
-        if ledger.waits_for != why and ledger.phase == "queue":
-            self._settle_wait(ledger)
-            ledger.waits_for = why
+        if ledger.phase == "queue":
+            self._told[ledger] = None
+            if ledger.waits_for != why:
+                self._settle_wait(ledger)
+                ledger.waits_for = why
 
-    def end_round(self, why: str) -> None:
-        """The round of admission ended here, for this reason; whoever has been given none waits for it."""
-        self._round = why
+    def end_round(self, why: str, ahead: Iterable[str] = ()) -> None:
+        """The round ended. Whoever was not looked at waits for `why`; those of the tenants in `ahead`, for fairness."""
+        self._round, self._ahead = why, tuple(ahead)
+        for ledger in self._told_before:
+            if ledger not in self._told and ledger.phase == "queue":
+                self._settle_wait(ledger)
+                self._fall_behind(ledger)
 
     def start(self, sequence: Sequence, now: float) -> None:
         """`sequence` was admitted."""
@@ -95,6 +107,7 @@ class LedgerBook:
         ledger = sequence.ledger
         self._settle_wait(ledger)
         ledger.served = False
+        ledger.waits_for = cause.STEP_IN_FLIGHT if self._num_in_flight else cause.CAPACITY
         if ledger.phase == "queue":
             ledger.enter("prefill", now)
 
@@ -195,6 +208,9 @@ class LedgerBook:
         if self._num_in_flight:
             self._computing += passed
             self._behind[self._round] = self._behind.get(self._round, 0.0) + passed
+            for tenant in self._ahead:
+                times = self._behind_ahead.setdefault(tenant, {})
+                times[self._round] = times.get(self._round, 0.0) + passed
         else:
             self._gaps += passed
 
@@ -223,14 +239,24 @@ class LedgerBook:
         if ledger.waits_for is not None:
             self._charge_wait(ledger, ledger.waits_for)
             return
-        rest = (self._now - ledger.since) - (self._gaps - ledger.gaps)
-        for why, seconds in self._behind.items():
-            passed = min(seconds - ledger.behind.get(why, 0.0), rest)
-            if why != self._round and passed > 0.0:
-                ledger.seconds[why] += passed
-                ledger.since += passed
-                rest -= passed
+        left = (self._now - ledger.since) - (self._gaps - ledger.gaps)
+        ahead = self._behind_ahead.get(ledger.tenant, {})
+        for why, total in self._behind.items():
+            passed = total - ledger.behind.get(why, 0.0)
+            fairness = ahead.get(why, 0.0) - ledger.behind_ahead.get(why, 0.0)
+            for part_of, seconds in ((cause.FAIRNESS, fairness), (why, passed - fairness)):
+                seconds = min(seconds, left)
+                if seconds > 0.0:
+                    ledger.seconds[part_of] += seconds
+                    ledger.since += seconds
+                    left -= seconds
         self._charge_wait(ledger, self._round)
+
+    def _fall_behind(self, ledger: Ledger) -> None:
+        """From now on the ledger waits for what the rounds say."""
+        ledger.waits_for = None
+        ledger.behind = dict(self._behind)
+        ledger.behind_ahead = dict(self._behind_ahead.get(ledger.tenant, {}))
 
     def _charge_running(self, ledger: Ledger, upto: float | None = None) -> None:
         """Charge a running sequence up to `upto` (now) for time in which no step of its own was committed."""
@@ -343,12 +369,12 @@ def _occupant(sequence: Sequence) -> Occupant:
 
 
 def _idle_cause(ledger: Ledger) -> str:
-    """What a running sequence waits for while no step of its own is computed."""
+    """What a running sequence waits for while it is in no step: a decode only while others are owed service first."""
     if ledger.phase == "preempted":
         return cause.PREEMPTED_WAIT
     if not ledger.served:
-        return cause.STEP_IN_FLIGHT
-    return cause.PREFILL_WAIT if ledger.first is None else cause.DECODE_BATCH
+        return ledger.waits_for or cause.CAPACITY
+    return cause.PREFILL_WAIT if ledger.first is None else cause.FAIRNESS
 
 
 def _charge_step(ledger: Ledger, chunk: Chunk, own: float, shares: StepShares, *, decodes: bool) -> None:

@@ -82,7 +82,7 @@ class Sequence:
         self.tokens = array("i", request.prompt)
         self.num_prompt = len(request.prompt)
         self.status = Status.WAITING
-        self.ledger = Ledger(request.arrival)
+        self.ledger = Ledger(request.tenant, request.arrival)
         self.block_table: list[int] = []
         self.node: Node | None = None
         self.num_computed = 0

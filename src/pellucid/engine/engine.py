@@ -112,7 +112,7 @@ class Engine:
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
             num_finished=self._num_finished,
-            ledger_residue_seconds=self.scheduler.book.residue_seconds,
+            ledger_residue_seconds=self.scheduler.ledgers.residue_seconds,
         )
 
     def _count(self, events: list[Event]) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Every second of a request stands under exactly one cause, through every history; and the sharing of a step by hand."""
+"""Every second of a request stands under exactly one cause, through every history; a step is shared as by hand."""
 
 from __future__ import annotations
 

@@ -191,8 +191,8 @@ class Ledger:
     """The open ledger of one request; `LedgerBook` keeps it. Times are on the scheduler's clock.
 
     `since` is how far time is charged, and `gaps` what the book's count of gaps was then. `waits_for` is the cause of
-    the present wait (None: that of everybody who was not looked at; `behind` is where those counts stood). `mark` is how
-    many tokens had been computed when it was preempted: below it everything is computed again; 0 once that is done.
+    the present wait (None: that of everybody who was not looked at; `behind` is where those counts stood). `mark` is
+    how many tokens had been computed when it was preempted: below it everything is computed again; 0 when that is done.
     `baseline` is the step time that prompts had taken before this request arrived.
     """
 

@@ -2,7 +2,7 @@
 
 `explain` makes the sentences for one request, `aggregate` the answer to "would a better cache help?" over many. Both
 take finished ledgers and decide only what is worth saying (shares of the total, the heaviest blocker); the words stand
-in one table a language. What a tenant may not know (who else is there) is decided by `redacted` before anything is said.
+in one table a language. What a tenant may not know (who else is there) `redacted` removes before anything is said.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ def _seen_miss(miss: Miss, tenant: str) -> Miss:
     if miss.why == "namespace":
         return Miss(miss.start, miss.end, "cold")
     return miss if miss.tenant == tenant else miss._replace(tenant=None)
+
+
+def meaning(name: str, language: Language = "en") -> str:
+    """What a cause means, in a few words."""
+    return _WORDS[language][name]
 
 
 def explain(report: LedgerReport, language: Language = "en") -> list[str]:

@@ -59,7 +59,7 @@ def _found(reader: StoreReader, request_id: str) -> list[StoredRequest]:
     request = reader.get(request_id)
     if request is None:
         raise PellucidError(
-            f"no request {request_id!r} is in the store, or several begin so; `pellucid explain --slowest 10` lists some"
+            f"no request {request_id!r} is in the store, or several begin so; see `pellucid explain --slowest 10`"
         )
     return [request]
 

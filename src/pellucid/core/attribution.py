@@ -8,8 +8,8 @@ chunk as if it were alone, then the other sequences' decodes, then the other seq
     stalled = P(all chunks)  - P(all decodes)          own + batch + stalled = P(all chunks)
 
 The measured time differs from the predicted P(all chunks), so the layers are scaled to it. Where it exceeds the
-prediction by more than the model's spread explains, the rest was nobody's work (the host took the processor away) and is
-charged to none: `stolen`.
+prediction by more than the model's spread explains, the rest was nobody's work (the host took the processor away):
+`stolen`.
 """
 
 from __future__ import annotations

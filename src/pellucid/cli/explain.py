@@ -13,7 +13,7 @@ import typer
 
 from pellucid.cli.explain_view import print_aggregate, print_request
 from pellucid.core.errors import PellucidError
-from pellucid.planner.profile import default_path
+from pellucid.planner.profile import state_directory
 from pellucid.planner.quantity import parse_seconds
 from pellucid.telemetry.explanation import Language, aggregate, explain, explain_aggregate
 from pellucid.telemetry.ledger_json import all_fields
@@ -52,7 +52,7 @@ def explain_requests(
 
 def default_store(environment: Mapping[str, str]) -> Path:
     """Where `pellucid serve` keeps ledgers unless told otherwise: `store.sqlite` in the state directory."""
-    return default_path(environment).with_name("store.sqlite")
+    return state_directory(environment) / "store.sqlite"
 
 
 def _found(reader: StoreReader, request_id: str) -> list[StoredRequest]:

@@ -66,7 +66,11 @@ def start(directory: Path, *flags: str, key: str = "") -> Server:
     log = directory / "input.jsonl"
     command = [sys.executable, "-m", "pellucid", "serve", str(path), "--port", "0", "--input-log", str(log), *flags]
     process = psutil.Popen(
-        command, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"), text=True, env=_environment()
+        command,
+        stdout=subprocess.PIPE,
+        stderr=(directory / "stderr").open("w"),
+        text=True,
+        env=_environment() | {"XDG_STATE_HOME": str(directory)},
     )
     assert process.stdout is not None
     url = process.stdout.readline().strip()

@@ -39,6 +39,7 @@ class FakeEngine:
     tenants: list[Tenant] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
+    on_late_end: Callable[[Finished], None] | None = None
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.open), blocks_free=7, num_steps=3, step_seconds=0.5)
@@ -65,7 +66,7 @@ class FakeEngine:
                     reason = "length"
                     break
             finished = True
-            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, ())
+            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached)
         finally:
             self.open.discard(request.id)
             if not finished:

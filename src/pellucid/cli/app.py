@@ -26,6 +26,7 @@ COMMANDS = {
     "trace": "trace:app",
     "replay": "replay:replay_log",
     "tenant": "tenant:app",
+    "explain": "explain:explain_requests",
 }
 
 

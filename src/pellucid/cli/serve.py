@@ -13,6 +13,7 @@ import uvloop
 from pellucid import __version__
 from pellucid.build import EngineSettings, LoadedModel, engine_builder, give_tenants, load_model, plan_engine
 from pellucid.cli.fetch import ModelArgument
+from pellucid.cli.keeping import keep_ledgers
 from pellucid.cli.options import settings_options
 from pellucid.cli.progress import Loading, loading, stderr
 from pellucid.core.config import SchedulerConfig
@@ -76,17 +77,19 @@ async def _serve(
     if config.tenants is not None:
         reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
     os.nice(HTTP_NICENESS)
-    server = make_server(create_app(engine, served, config, tenancy), config)
-    listening = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await engine.wait_ready()
-        progress.stop()
-        _announce(served, engine.description, listener, tenancy)
-        await listening
-    finally:
-        server.should_exit = True
-        await asyncio.gather(listening, return_exceptions=True)
-        await engine.close()
+    app = create_app(engine, served, config, tenancy)
+    with keep_ledgers(app.state.ledgers, config, served):
+        server = make_server(app, config)
+        listening = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await engine.wait_ready()
+            progress.stop()
+            _announce(served, engine.description, listener, tenancy)
+            await listening
+        finally:
+            server.should_exit = True
+            await asyncio.gather(listening, return_exceptions=True)
+            await engine.close()
 
 
 def _tenancy(served: ServedModel, config: ServerConfig) -> Tenancy:

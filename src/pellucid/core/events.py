@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from pellucid.core.ledger import Causes, LedgerReport
+
 FinishReason = Literal["stop", "length", "abort", "deadline"]
 """Why a request ended; "deadline": its deadline passed while it waited, and nothing of it was or will be computed."""
 
@@ -44,14 +46,20 @@ class Preempted(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """The last event of a request. `causes` are (name, seconds) and sum to `now - arrival`."""
+    """The last event of a request. `ledger` says where its time in the engine went (None only from engines that keep
+    none, such as fakes)."""
 
     request_id: str
     reason: FinishReason
     num_prompt: int
     num_generated: int
     num_cached: int
-    causes: tuple[tuple[str, float], ...]
+    ledger: LedgerReport | None = None
+
+    @property
+    def causes(self) -> Causes:
+        """(cause, seconds) of the whole request; they sum to its time in the engine."""
+        return self.ledger.causes if self.ledger else ()
 
 
 Event = Queued | Admitted | TokensGenerated | Preempted | Finished

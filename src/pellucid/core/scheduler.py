@@ -33,6 +33,7 @@ from pellucid.core.errors import RequestRejected
 from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishReason, Preempted, Queued, TokensGenerated
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
+from pellucid.core.ledger_book import LedgerBook
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
 from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
@@ -54,6 +55,11 @@ class Part(NamedTuple):
     sequence: Sequence
     chunk: Chunk
     epoch: int
+
+    @property
+    def counts(self) -> bool:
+        """False once it has ended or was preempted: the blocks are gone, and so is what was computed into them."""
+        return self.sequence.status is Status.RUNNING and self.sequence.epoch == self.epoch
 
 
 class Launched(NamedTuple):
@@ -77,6 +83,7 @@ class Scheduler:
         self.config = config
         self.cost = FittedCost(config.cost_prior)
         self.book = ServiceBook(config.tenants, config.fair_quantum)
+        self.ledgers = LedgerBook(self.cost, config.token_budget)
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)
@@ -117,6 +124,7 @@ class Scheduler:
         self._events.append(Queued(request.id, expected))
         self.book.wait(request.tenant)
         self.waiting.push(sequence)
+        self.ledgers.add(sequence, now)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, sequence.id, sequence))
 
@@ -158,13 +166,16 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """Decide the next step; None if nothing can be computed until something is added or committed."""
+        self.ledgers.begin_round(now)
         self._expire(now)
         draft = Draft(self.config, self.cost)
         deferred = self._continue_decodes(draft, now)
         if len(self.waiting) or self._prompts(draft):
             self._serve_prompts(draft, now)
+            no_room = draft.preempted or draft.num_refused >= MAX_REFUSED
+            self.ledgers.end_round(ledger.MEMORY if no_room else ledger.CAPACITY, self.waiting.deferred())
         self._serve_deferred(deferred, draft, now)
-        plan = self._seal(draft)
+        plan = self._seal(draft, now)
         if self._log is not None:
             self._log.schedule(now, plan)
         return plan
@@ -277,15 +288,22 @@ class Scheduler:
         head = self._head
         passes = head is not None and head.id < sequence.id
         if head is not None and passes and head.num_overtaken >= self._max_overtakes(head):
+            self.ledgers.waits(sequence, ledger.MEMORY)
             return False
-        match = None if self._at_tenant_limit(sequence) else self._match_unless_awaiting(sequence)
+        if self._at_tenant_limit(sequence):
+            self.ledgers.waits(sequence, ledger.TENANT_LIMIT)
+            return False
+        match = self._match_unless_awaiting(sequence)
         if match is None:
+            self.ledgers.waits(sequence, ledger.SHARED_PREFIX)
             return False
         while not self._fits(sequence, match, draft):
             victim = choose_victim(
                 self.running.values(), self.waiting.victim_key, willing=partial(self.waiting.owed, sequence)
             )
             if victim is None:
+                full = len(self.running) >= self.config.max_running
+                self.ledgers.waits(sequence, ledger.CAPACITY if full else ledger.MEMORY)
                 draft.num_refused += 1
                 if not passes:
                     self._head = sequence
@@ -349,7 +367,7 @@ class Scheduler:
         self.running[sequence.id] = sequence
         self.kv.attach(sequence, match)
         self.claims.renew(sequence)
-        sequence.ledger.switch(ledger.PREFILL, now)
+        self.ledgers.start(sequence, now)
         if sequence.num_preemptions == 0:
             sequence.num_cached = sequence.num_charged = sequence.num_computed
             self.book.charge(sequence.request.tenant, cached=sequence.num_cached)
@@ -360,17 +378,17 @@ class Scheduler:
         """Take all blocks back; the sequence waits in its old place and computes again what the cache has lost."""
         draft.withdraw(sequence)
         num_lost = sequence.num_computed
+        self.ledgers.preempt(sequence, now)
         self._leave_running(sequence)
         self.book.stop_to_wait(sequence.request.tenant)
         sequence.become(Status.WAITING)
         sequence.epoch += 1
         sequence.num_pending = 0
         sequence.num_preemptions += 1
-        sequence.ledger.switch(ledger.PREEMPTED, now)
         self.waiting.push(sequence)
         self._events.append(Preempted(sequence.request.id, num_lost))
 
-    def _seal(self, draft: Draft) -> StepPlan | None:
+    def _seal(self, draft: Draft, now: float) -> StepPlan | None:
         """Freeze the draft into a plan and remember what was launched."""
         if not draft.chunks and not draft.transfers:
             return None
@@ -397,6 +415,7 @@ class Scheduler:
         self._next_step_id += 1
         self._released = []
         self.in_flight.append(Launched(plan.step_id, draft.features, launched))
+        self.ledgers.launch(now)
         return plan
 
     # -- fold in -------------------------------------------------------------------------------------------------
@@ -411,11 +430,11 @@ class Scheduler:
                 f"result of step {result.step_id} with {len(result.tokens)} chunks; expected step {step_id} with "
                 f"{len(parts)}"
             )
+        self.ledgers.commit([(part.sequence, part.chunk, part.counts) for part in parts], now, features.copied_bytes)
         self.cost.observe(features, result.seconds)
-        for (sequence, chunk, epoch), tokens in zip(parts, result.tokens, strict=True):
-            # Ended or preempted after the launch: the blocks are gone, and so is what was computed into them.
-            if sequence.status is Status.RUNNING and sequence.epoch == epoch:
-                self._fold(sequence, chunk, tokens, now)
+        for part, tokens in zip(parts, result.tokens, strict=True):
+            if part.counts:
+                self._fold(part.sequence, part.chunk, tokens, now)
         return self.take_events()
 
     def _fold(self, sequence: Sequence, chunk: Chunk, tokens: tuple[int, ...], now: float) -> None:
@@ -428,7 +447,6 @@ class Scheduler:
         accepted, reason = self._accept(sequence, tokens)
         sequence.tokens.extend(accepted)
         self.book.charge(sequence.request.tenant, output=len(accepted))
-        sequence.ledger.switch(ledger.DECODE, now)
         self._events.append(TokensGenerated(sequence.request.id, accepted, sequence.num_cached))
         if reason is not None:
             self._finish(sequence, reason, now)
@@ -444,6 +462,7 @@ class Scheduler:
         return tokens, None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        report = self.ledgers.finish(sequence, now)
         if sequence.status is Status.RUNNING:
             self._leave_running(sequence)
             self.book.stop(sequence.request.tenant)
@@ -462,7 +481,7 @@ class Scheduler:
                 sequence.num_prompt,
                 sequence.num_generated,
                 sequence.num_cached,
-                sequence.ledger.close(now),
+                report,
             )
         )
 

@@ -18,7 +18,7 @@ from enum import Enum
 from itertools import islice
 
 from pellucid.core.errors import IllegalTransition
-from pellucid.core.ledger import QUEUE, Ledger
+from pellucid.core.ledger import Ledger
 from pellucid.core.radix_tree import Node
 from pellucid.core.request import Request
 
@@ -82,7 +82,7 @@ class Sequence:
         self.tokens = array("i", request.prompt)
         self.num_prompt = len(request.prompt)
         self.status = Status.WAITING
-        self.ledger = Ledger(QUEUE, request.arrival)
+        self.ledger = Ledger(request.tenant, request.arrival)
         self.block_table: list[int] = []
         self.node: Node | None = None
         self.num_computed = 0

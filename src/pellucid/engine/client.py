@@ -6,7 +6,7 @@ offline face). Callers cannot tell which.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, Protocol
 
 from pellucid.core.events import Finished, Queued, TokensGenerated
@@ -20,7 +20,10 @@ StreamEvent = Queued | TokensGenerated | Finished
 
 
 class EngineClient(Protocol):
-    """The engine as its users see it."""
+    """The engine as its users see it. `on_late_end` is called with the end of each request whose reader had left before
+    it, and so aborted it."""
+
+    on_late_end: Callable[[Finished], None] | None
 
     @property
     def state(self) -> EngineState: ...

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Event
+from pellucid.core.events import Event, Finished
 from pellucid.core.request import Request
 from pellucid.core.tenants import Tenant
 from pellucid.engine import messages
@@ -41,6 +41,14 @@ class LocalClient:
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    @property
+    def on_late_end(self) -> Callable[[Finished], None] | None:
+        return self._streams.on_late_end
+
+    @on_late_end.setter
+    def on_late_end(self, listen: Callable[[Finished], None] | None) -> None:
+        self._streams.on_late_end = listen
 
     def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self._streams.read(request)

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from pellucid.core.errors import EngineDead
+from pellucid.core.events import Finished
 from pellucid.core.request import Request
 from pellucid.core.tenants import Tenant
 from pellucid.engine import messages, worker
@@ -68,6 +69,14 @@ class RemoteClient:
         await self._ready.wait()
         if self._state == "dead":
             raise EngineDead(self._reason)
+
+    @property
+    def on_late_end(self) -> Callable[[Finished], None] | None:
+        return self._streams.on_late_end
+
+    @on_late_end.setter
+    def on_late_end(self, listen: Callable[[Finished], None] | None) -> None:
+        self._streams.on_late_end = listen
 
     def submit(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self._streams.read(request)

@@ -52,6 +52,7 @@ class Streams:
         self._submit = submit
         self._abort = abort
         self._inboxes: dict[str, Inbox] = {}
+        self.on_late_end: Callable[[Finished], None] | None = None
         self._dead: str | None = None
 
     async def read(self, request: Request) -> AsyncIterator[StreamEvent]:
@@ -78,11 +79,13 @@ class Streams:
                 self._abort(request.id)
 
     def dispatch(self, events: Iterable[StreamEvent]) -> None:
-        """Hand events to their readers; those of readers that have left are dropped."""
+        """Hand events to their readers. Of readers that have left only the ends are of interest, to `on_late_end`."""
         for event in events:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None:
                 inbox.put(event)
+            elif isinstance(event, Finished) and self.on_late_end is not None:
+                self.on_late_end(event)
 
     def reject(self, request_id: str, error: RequestRejected) -> None:
         """The engine refused this request."""

@@ -33,9 +33,13 @@ from pellucid.server.completions import Call, Completions, encode_parts
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import ApiError, as_api_error, bad_request, not_ready
 from pellucid.server.fields import parse_body
+from pellucid.server.ledgers import LedgerDesk
 from pellucid.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from pellucid.server.schema import openapi, request_body, responses
 from pellucid.server.tenancy import Tenancy
+from pellucid.server.wire import EagerProtocol
+from pellucid.telemetry.explanation import explain, redacted
+from pellucid.telemetry.ledger_json import all_fields
 from pellucid.telemetry.prometheus import CONTENT_TYPE, ServerMetrics
 
 log = logging.getLogger("pellucid.server")
@@ -48,7 +52,7 @@ def create_app(
     engine: EngineClient, served: ServedModel, config: ServerConfig, tenancy: Tenancy | None = None
 ) -> FastAPI:
     """The application. It closes `engine` when it shuts down. `tenancy` is needed where `config` names a tenants file.
-    `app.state` has `metrics`, its ServerMetrics, and `tenancy`."""
+    `app.state` has `metrics`, its ServerMetrics, `tenancy`, and `ledgers`, its LedgerDesk."""
     if tenancy is None:
         if config.tenants is not None:
             raise ConfigError(f"the tenants of {config.tenants} were not read; give create_app a Tenancy.of_file")
@@ -56,20 +60,23 @@ def create_app(
     if config.served_model_name is not None:
         served = replace(served, name=config.served_model_name)
     metrics = ServerMetrics(lambda: asdict(engine.stats()))
+    ledgers = LedgerDesk(engine)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with tenancy.keeping_usage():
             yield
             await engine.close()
+            ledgers.close()
 
     app = FastAPI(title="Pellucid", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = metrics
     app.state.tenancy = tenancy
+    app.state.ledgers = ledgers
     app.add_middleware(_Envelope, metrics=metrics)
     for kind in (PellucidError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
-    _Routes(engine, served, config, metrics=metrics, tenancy=tenancy).add_to(app)
+    _Routes(engine, served, config, metrics=metrics, tenancy=tenancy, ledgers=ledgers).add_to(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -81,7 +88,7 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
             app,
             host=config.host,
             port=config.port,
-            http="httptools",
+            http=EagerProtocol,
             loop="uvloop",
             ws="none",
             access_log=False,
@@ -102,9 +109,11 @@ class _Routes:
         *,
         metrics: ServerMetrics,
         tenancy: Tenancy,
+        ledgers: LedgerDesk,
     ) -> None:
         self._engine, self._served, self._config, self._metrics = engine, served, config, metrics
-        self._completions = Completions(engine, served, config, metrics=metrics, tenancy=tenancy)
+        self._ledgers = ledgers
+        self._completions = Completions(engine, served, config, metrics=metrics, tenancy=tenancy, ledgers=ledgers)
 
     def add_to(self, app: FastAPI) -> None:
         """Declare every route, with GET answered to HEAD as well."""
@@ -126,6 +135,7 @@ class _Routes:
         for path, answer in (
             ("/v1/models", self.models),
             ("/v1/models/{model:path}", self.model),
+            ("/v1/requests/{request_id}/ledger", self.ledger),
             ("/health/live", self.live),
             ("/health/ready", self.ready),
             ("/health", self.ready),
@@ -140,13 +150,13 @@ class _Routes:
         """Complete one or more prompts."""
         tenant = require_tenant(http)
         body, ignored = await self._body(http, CompletionBody)
-        return await self._completions.complete(Call(http, tenant, time.monotonic(), ignored), body)
+        return await self._completions.complete(Call(http, tenant, http.state.arrival, ignored), body)
 
     async def chat(self, http: HttpRequest) -> Response:
         """Continue a conversation."""
         tenant = require_tenant(http)
         body, ignored = await self._body(http, ChatBody)
-        return await self._completions.chat(Call(http, tenant, time.monotonic(), ignored), body)
+        return await self._completions.chat(Call(http, tenant, http.state.arrival, ignored), body)
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Token ids of a text."""
@@ -174,6 +184,23 @@ class _Routes:
         require_key(http)
         self._check_model(model)
         return _json(self._model_card())
+
+    async def ledger(self, http: HttpRequest, request_id: str) -> Response:
+        """Where the time of a request went: for its own tenant, or the operator."""
+        caller = require_key(http)
+        found = await self._ledgers.find(request_id)
+        if found is None or not caller.may_see(found.tenant):
+            opened = self._ledgers.tenant_of_open(request_id)
+            if opened is not None and caller.may_see(opened):
+                raise ApiError(
+                    409,
+                    f"{request_id} is still being answered; its ledger closes with its last byte",
+                    code="still_open",
+                )
+            raise ApiError(404, f"there is no ledger of a request {request_id}", code="request_not_found")
+        report = found.ledger if caller.is_operator else redacted(found.ledger, found.tenant)
+        fields = {"id": found.id, "tenant": found.tenant, "finished_at": found.finished_at, "reason": found.reason}
+        return _json(fields | {"explanation": explain(report), "ledger": all_fields(report)})
 
     async def live(self, http: HttpRequest) -> Response:
         """200 while restarting would not help; 503 once the engine has stopped."""
@@ -213,12 +240,14 @@ class _Routes:
         return body, ignored
 
     async def _read(self, http: HttpRequest) -> bytes:
+        """The whole body; `http.state.arrival` is when it was there."""
         limit = self._config.max_body_bytes
         data = bytearray()
         async for chunk in http.stream():
             data += chunk
             if len(data) > limit:
                 raise ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
+        http.state.arrival = time.monotonic()
         return bytes(data)
 
     def _check_model(self, name: str) -> None:

@@ -19,11 +19,12 @@ from pellucid.engine.client import EngineClient
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.errors import bad_request, not_ready
 from pellucid.server.generation import Piece, generate
+from pellucid.server.ledgers import LedgerDesk
 from pellucid.server.meter import Meter
 from pellucid.server.openai_types import DEADLINE_HEADER, ChatBody, CompletionBody, GenerationBody, parse_prompts
 from pellucid.server.reply import Prompt, Reply
 from pellucid.server.shapes import ChatShape, Choice, CompletionShape, Envelope, Usage
-from pellucid.server.streaming import EventStream, until_disconnect
+from pellucid.server.streaming import EventStream, Outlet, WholeReply, until_disconnect
 from pellucid.server.tenancy import Tenancy
 from pellucid.telemetry.prometheus import ServerMetrics
 from pellucid.text.tokenizer import Tokenizer
@@ -60,9 +61,10 @@ class Completions:
         *,
         metrics: ServerMetrics,
         tenancy: Tenancy,
+        ledgers: LedgerDesk,
     ) -> None:
         self._engine, self._served, self._config = engine, served, config
-        self._metrics, self._tenancy = metrics, tenancy
+        self._metrics, self._tenancy, self._ledgers = metrics, tenancy, ledgers
 
     async def complete(self, call: Call, body: CompletionBody) -> Response:
         """POST /v1/completions."""
@@ -115,25 +117,32 @@ class Completions:
             headers["X-Pellucid-Max-Tokens"] = str(lowered)
         envelope = Envelope(shape, call.http.state.request_id, self._served.name, int(time.time()))
 
+        outlet = Outlet()
+
         def start(choice: Choice) -> AsyncGenerator[Piece, None]:
             fits = fitting[choice.prompt]
             request = Request(
                 id=f"{envelope.id}-{choice.index}" if len(prompts) * body.n > 1 else envelope.id,
                 prompt=tuple(prompts[choice.prompt].token_ids),
                 sampling=body.sampling(max_tokens=min(wanted or fits, fits), choice=choice.index % body.n),
-                arrival=call.arrival,
+                arrival=time.monotonic(),
                 tenant=call.tenant,
                 priority=body.priority,
                 deadline=None if wait is None else call.arrival + wait,
                 **namespaces[choice.prompt]._asdict(),
             )
-            meter = Meter(request, self._metrics, self._tenancy.usage, headers)
+            choice.ledger = self._ledgers.open(request, call.arrival, outlet)
+            meter = Meter(choice.ledger, self._metrics, self._tenancy.usage, headers)
             return generate(self._engine, request, tokenizer=self._served.tokenizer, stops=stops, meter=meter)
 
         reply = Reply(envelope, body, prompts, Usage([len(prompt.token_ids) for prompt in prompts], lowered), start)
+        outlet.ended = lambda now: self._ledgers.replies_ended(reply.ended(now))
         if body.stream:
-            return EventStream(reply.stream, headers)
-        content = await until_disconnect(call.http.receive, reply.collect())
-        if content is None:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        return Response(content, 200, headers, "application/json")
+            return EventStream(reply.stream, headers, outlet)
+        content = None
+        try:
+            content = await until_disconnect(call.http.receive, reply.collect())
+        finally:
+            if content is None:
+                outlet.ended(time.monotonic())
+        return Response(status_code=CLIENT_CLOSED_REQUEST) if content is None else WholeReply(content, headers, outlet)

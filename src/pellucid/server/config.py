@@ -30,6 +30,21 @@ class ServerConfig:
             "help": "TOML file of tenants with their keys and limits (see `pellucid tenant`); read again on SIGHUP."
         },
     )
+    store: str = field(
+        default="auto",
+        metadata={
+            "help": "File that keeps every request's ledger for `pellucid explain`: no text, two weeks or 256 MiB; "
+            "auto takes store.sqlite in the state directory, off keeps none."
+        },
+    )
+    record: Path | None = field(
+        default=None,
+        metadata={"help": "Write every request to this file as a trace that can be replayed (block hashes, no text)."},
+    )
+    record_text: bool = field(
+        default=False,
+        metadata={"help": "Prompts and replies go into the --record file too, as token ids.", "flag": "--record-text"},
+    )
     max_choices: int = 128
     max_body_bytes: int = 64 << 20
 
@@ -38,6 +53,8 @@ class ServerConfig:
             raise ConfigError(f"port is {self.port}; it must lie in [0, 65535]")
         if self.api_key == "":
             raise ConfigError("api_key is empty; leave it out to ask for no key")
+        if self.record_text and self.record is None:
+            raise ConfigError("--record-text says what --record writes; name its file with --record")
         if self.max_choices < 1 or self.max_body_bytes < 1:
             raise ConfigError("max_choices and max_body_bytes must be at least 1")
 

@@ -58,10 +58,10 @@ class ApiError(PellucidError):
 
 
 class DeadlineExceeded(ApiError):
-    """The deadline of `request` passed while it waited."""
+    """The deadline of `request`, which came at `arrival`, passed while it waited."""
 
-    def __init__(self, request: Request) -> None:
-        allowed = "" if request.deadline is None else f" of {1000 * (request.deadline - request.arrival):.0f} ms"
+    def __init__(self, request: Request, arrival: float) -> None:
+        allowed = "" if request.deadline is None else f" of {1000 * (request.deadline - arrival):.0f} ms"
         super().__init__(
             504,
             f"the deadline{allowed} passed while the request waited; nothing of it was computed",

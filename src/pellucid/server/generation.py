@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import NamedTuple, cast
 
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Queued, TokensGenerated
+from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.core.request import Request
 from pellucid.engine.client import EngineClient, StreamEvent
 from pellucid.server.errors import ApiError, DeadlineExceeded
@@ -67,12 +67,18 @@ async def _pieces(
                 yield Piece(shown, event.token_ids, event.num_cached, None if stop.found is None else "stop")
                 if stop.found is not None:
                     return
-            elif event.reason == "abort":
-                raise ApiError(503, "the engine aborted the request", code="aborted")
-            elif event.reason == "deadline":
-                raise DeadlineExceeded(request)
             else:
+                meter.finished(event)
+                _check_end(event, request, meter)
                 shown = stop.push(text.flush()) + stop.flush()
                 yield Piece(shown, (), event.num_cached, event.reason)
                 return
     raise RuntimeError(f"the stream of request {request.id} ended without a Finished event")
+
+
+def _check_end(event: Finished, request: Request, meter: Meter) -> None:
+    """Raises ApiError for an end that is no answer."""
+    if event.reason == "abort":
+        raise ApiError(503, "the engine aborted the request", code="aborted")
+    if event.reason == "deadline":
+        raise DeadlineExceeded(request, meter.arrival)

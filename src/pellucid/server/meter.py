@@ -1,12 +1,13 @@
-"""What one choice was promised, used and took, told to all who keep count: metrics, its tenant's usage, the headers."""
+"""What one choice was promised, used and took, told to all who keep count: metrics, its tenant's usage, the headers,
+its ledger."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import MutableMapping
 
-from pellucid.core.events import Queued, TokensGenerated
-from pellucid.core.request import Request
+from pellucid.core.events import Finished, Queued, TokensGenerated
+from pellucid.server.ledgers import OpenLedger
 from pellucid.server.usage import UsageLog
 from pellucid.telemetry.prometheus import ServerMetrics
 
@@ -14,18 +15,23 @@ PREDICTED_TTFT_HEADER = "X-Pellucid-Predicted-TTFT-Ms"
 
 
 class Meter:
-    """Of one request to the engine; made when it is submitted. `headers` are those of the reply, whose head waits for
-    the first token: of several choices, the first to be queued says what to expect."""
+    """Of one request to the engine, whose `ledger` was opened when it was submitted. `headers` are those of the reply,
+    whose head waits for the first token: of several choices, the first to be queued says what to expect."""
 
     def __init__(
-        self, request: Request, metrics: ServerMetrics, usage: UsageLog | None, headers: MutableMapping[str, str]
+        self, ledger: OpenLedger, metrics: ServerMetrics, usage: UsageLog | None, headers: MutableMapping[str, str]
     ) -> None:
-        self._request, self._metrics, self._usage, self._headers = request, metrics, usage, headers
-        self._times = metrics.choice(request.arrival)
-        self._submitted = time.monotonic()
+        self._ledger, self._request = ledger, ledger.request
+        self._metrics, self._usage, self._headers = metrics, usage, headers
+        self._times = metrics.choice(ledger.arrival)
         self._predicted_ttft: float | None = None
         self._num_cached = 0
         self._num_output = 0
+
+    @property
+    def arrival(self) -> float:
+        """When the request came in, on the monotonic clock."""
+        return self._ledger.arrival
 
     def queued(self, event: Queued) -> None:
         """The engine accepted the request."""
@@ -37,14 +43,20 @@ class Meter:
         """Tokens arrived."""
         now = time.monotonic()
         if self._num_output == 0 and self._predicted_ttft is not None:
-            self._metrics.observe_prediction_error(now - self._submitted - self._predicted_ttft)
+            self._metrics.observe_prediction_error(now - self._request.arrival - self._predicted_ttft)
         self._num_cached = event.num_cached
         self._num_output += len(event.token_ids)
         self._times.tokens(len(event.token_ids), now)
+        self._ledger.tokens(event.token_ids)
+
+    def finished(self, event: Finished) -> None:
+        """The engine is done with the request."""
+        self._ledger.finished(event.ledger)
 
     def end(self, reason: str) -> None:
         """The choice ended."""
         self._times.end(reason, time.monotonic())
+        self._ledger.ended(reason)
         if self._usage is not None and self._num_output:
             self._usage.add(
                 self._request.tenant,

@@ -72,6 +72,7 @@ class GenerationBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, f
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    include_ledger: bool = False
 
     def wanted_tokens(self) -> int | None:
         """Output tokens asked for; None where the request leaves it open."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pellucid.server.generation import Piece
+from pellucid.server.ledgers import OpenLedger
 from pellucid.server.openai_types import GenerationBody
 from pellucid.server.shapes import Choice, Envelope, Usage
 from pellucid.server.streaming import Write, all_of
+from pellucid.telemetry.ledger_json import reply_fields
 
 Start = Callable[[Choice], AsyncGenerator[Piece, None]]
 
@@ -44,13 +46,32 @@ class Reply:
             for choice in self._choices
         ]
         extra = {"usage": self._usage.of(self._choices)} | self._prompt_ids_beside(first=True)
+        if self._body.include_ledger:
+            extra["ledger"] = await self._ledger()
         return self._envelope.body(entries, extra)
 
     async def stream(self, write: Write) -> None:
-        """Run all choices to their end and write their chunks as they come, and the usage last if asked for."""
+        """Run all choices to their end and write their chunks as they come; usage and ledger last if asked for."""
         await all_of([self._stream(choice, write) for choice in self._choices])
-        if self._includes_usage:
-            await write(self._envelope.event([], {"usage": self._usage.of(self._choices)}))
+        extra = {"usage": self._usage.of(self._choices)} if self._includes_usage else {}
+        if self._body.include_ledger:
+            extra["ledger"] = await self._ledger()
+        if extra:
+            await write(self._envelope.event([], extra))
+
+    def ended(self, now: float) -> list[tuple[OpenLedger, float]]:
+        """The choices' ledgers, each with the moment of its last byte: `now`, when the reply ended, for the choice that
+        was the last to say something."""
+        ledgers = [choice.ledger for choice in self._choices if choice.ledger is not None]
+        ends = [ledger.last_sent or now for ledger in ledgers]
+        return [(ledger, now if end == max(ends) else end) for ledger, end in zip(ledgers, ends, strict=True)]
+
+    async def _ledger(self) -> dict[str, Any]:
+        """The ledger of the reply: that of the choice which the engine ended last."""
+        ledgers = [choice.ledger for choice in self._choices if choice.ledger is not None]
+        reports = [await ledger.report() for ledger in ledgers]
+        last = max(range(len(ledgers)), key=lambda i: ledgers[i].engine_end)
+        return reply_fields(reports[last])
 
     @property
     def _includes_usage(self) -> bool:
@@ -75,6 +96,8 @@ class Reply:
                 unsent += piece.token_ids
                 if text or choice.finish_reason or (unsent and self._body.return_token_ids):
                     await write(self._chunk(choice, text, unsent, first=first))
+                    if choice.ledger is not None:
+                        choice.ledger.sent()
                     first, text, unsent = False, "", []
 
     def _chunk(self, choice: Choice, text: str, token_ids: list[int], *, first: bool) -> bytes:

@@ -13,13 +13,15 @@ from typing import Any, Protocol
 import msgspec
 
 from pellucid.server.generation import Piece
+from pellucid.server.ledgers import OpenLedger
 
 encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
 class Choice:
-    """One choice as far as it has come. It continues prompt number `prompt` of its request."""
+    """One choice as far as it has come. It continues prompt number `prompt` of its request; `ledger` is open from the
+    moment when it is submitted."""
 
     index: int
     prompt: int
@@ -27,6 +29,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     num_cached: int = 0
     finish_reason: str | None = None
+    ledger: OpenLedger | None = None
 
     def take(self, piece: Piece) -> None:
         """Count what a piece brought; its text is kept or sent by whoever asked for it."""

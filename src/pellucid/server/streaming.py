@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pellucid.core.errors import PellucidError
 from pellucid.server.errors import as_api_error
@@ -21,6 +23,7 @@ from pellucid.server.errors import as_api_error
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 log = logging.getLogger("pellucid.server")
+_SLOW_WRITE = 0.001  # seconds; a write that takes this long has waited for the reader
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -48,19 +51,63 @@ async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+class Outlet:
+    """What becomes of the writes of one reply: `slow` are those that had to wait for the reader, and `ended` is called
+    once, with the moment when the last byte was written or the reader was found gone."""
+
+    def __init__(self) -> None:
+        self.slow: deque[tuple[float, float]] = deque(maxlen=256)
+        self.ended: Callable[[float], None] = lambda now: None
+
+    def timed(self, send: Send) -> Send:
+        """`send`, with its calls timed."""
+
+        async def timed_send(message: Message) -> None:
+            began = time.monotonic()
+            await send(message)
+            now = time.monotonic()
+            if now - began >= _SLOW_WRITE:
+                self.slow.append((began, now))
+
+        return timed_send
+
+    def seconds_blocked(self, start: float, end: float) -> float:
+        """How long writes waited for the reader within [start, end]."""
+        return sum(max(0.0, min(end, e) - max(start, b)) for b, e in self.slow)
+
+
+class WholeReply(Response):
+    """A reply in one piece, whose outlet hears when it is out."""
+
+    def __init__(self, content: bytes, headers: Mapping[str, str], outlet: Outlet) -> None:
+        super().__init__(content, 200, dict(headers), "application/json")
+        self._outlet = outlet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, self._outlet.timed(send))
+        finally:
+            self._outlet.ended(time.monotonic())
+
+
 class EventStream(Response):
     """A reply of server-sent events: `produce` is called once with a function that sends one or more whole events.
     `headers` are read when the first of them goes out."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, produce: Callable[[Write], Coroutine[Any, Any, None]], headers: Mapping[str, str]) -> None:
+    def __init__(
+        self, produce: Callable[[Write], Coroutine[Any, Any, None]], headers: Mapping[str, str], outlet: Outlet
+    ) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._produce, self._late_headers = produce, headers
+        self._produce, self._late_headers, self._outlet = produce, headers, outlet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send_all(scope, receive, send))
+        try:
+            await until_disconnect(receive, self._send_all(scope, receive, self._outlet.timed(send)))
+        finally:
+            self._outlet.ended(time.monotonic())
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pellucid.core.config import PolicyName, SchedulerConfig
+from pellucid.core.config import PolicyName, PreemptionFate, SchedulerConfig
 from pellucid.core.errors import ConfigError
 from pellucid.core.input_log import InputLog
 from pellucid.core.scheduler import Scheduler
@@ -91,6 +91,15 @@ class EngineSettings:
         "auto", "Order in which prompts are served: auto is fair where tenants are configured, else fcfs."
     )
     max_waiting: int = _setting(4096, "Most requests that wait; further ones are answered 503 with Retry-After.")
+    swap_memory: int = _setting(
+        0,
+        "Host memory for KV blocks that leave the cache but will probably be wanted again, such as 1GiB.",
+        parser=parse_bytes,
+        shown="0",
+    )
+    preemption: PreemptionFate = _setting(
+        "auto", "How preempted requests come back: by swap, by recompute, or whichever is predicted to be cheaper."
+    )
     chunked_prefill: OnOff = _setting("on", "Cut long prompts into steps; off computes a prompt in one step.")
     weights: Literal["auto", "bf16", "int8", "int4"] = _setting(
         "auto", "How the native kernels hold weights; auto keeps the precision of the model's files."
@@ -168,6 +177,8 @@ def plan_engine(settings: EngineSettings, model: LoadedModel) -> SchedulerConfig
         cost_prior=engine_prior(model.files.path, runtime, os.environ).prior,
         policy="fcfs" if settings.policy == "auto" else settings.policy,
         max_waiting=settings.max_waiting,
+        num_host_blocks=settings.swap_memory // (spec.bytes_per_token * settings.block_size),
+        preemption=settings.preemption,
         bytes_per_block=spec.bytes_per_token * settings.block_size,
         eos_token_ids=config.eos_token_ids,
     )
@@ -193,7 +204,12 @@ def build_engine(
         progress(f"loading weights: {done} of {total} layers")
 
     executor = load_executor(
-        path, settings.runtime(), num_blocks=scheduler.num_blocks, seed=settings.seed, progress=loaded
+        path,
+        settings.runtime(),
+        num_blocks=scheduler.num_blocks,
+        num_host_blocks=scheduler.num_host_blocks,
+        seed=settings.seed,
+        progress=loaded,
     )
     log = None if settings.input_log is None else InputLog(_json_lines(settings.input_log))
     return Engine(Scheduler(scheduler, input_log=log), executor, time.monotonic, executor.describe())

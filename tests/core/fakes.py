@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.events import Event, Finished, TokensGenerated
 from pellucid.core.invariants import check, check_plan
-from pellucid.core.plan import StepPlan, StepResult
+from pellucid.core.plan import StepPlan, StepResult, Transfer
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
 
@@ -64,8 +64,9 @@ class Mirror:
 class FakeExecutor:
     """Executes plans at once when they are launched, as a device would: in order, ahead of the commits."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         self.block_size = block_size
+        self.host: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.mirrors: dict[int, Mirror] = {}
 
@@ -79,11 +80,21 @@ class FakeExecutor:
             table = self.mirrors[update.seq_id].table
             assert update.start <= len(table), "a hole in the block table"
             table[update.start :] = update.blocks
+        for transfer in plan.transfers:
+            self._transfer(transfer)
         tokens = tuple(self._compute(*chunk) for chunk in plan.chunks)
-        return StepResult(plan.step_id, tokens, seconds=0.001)
+        return StepResult(plan.step_id, tokens, seconds=0.001, transfers_done=tuple(t.id for t in plan.transfers))
 
     def collect(self, ticket: StepResult) -> StepResult:
         return ticket
+
+    def _transfer(self, transfer: Transfer) -> None:
+        size = self.block_size
+        for source, target in transfer.pairs:
+            if transfer.kind == "out":
+                self.host[target] = self.slots[source * size : (source + 1) * size]
+            else:
+                self.slots[target * size : (target + 1) * size] = self.host[source]
 
     def _compute(self, seq_id: int, start: int, end: int, samples: bool) -> tuple[int, ...]:
         mirror = self.mirrors[seq_id]
@@ -111,7 +122,7 @@ class Run:
         self.config = config
         self.depth = depth
         self.scheduler = Scheduler(config, **scheduler_options)  # type: ignore[arg-type]
-        self.executor = FakeExecutor(config.num_blocks, config.block_size)
+        self.executor = FakeExecutor(config.num_blocks, config.block_size, config.num_host_blocks)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.events: list[Event] = []
@@ -127,7 +138,8 @@ class Run:
 
     def schedule(self) -> StepPlan | None:
         running = self.scheduler.running.values()
-        due = [s for s in running if s.num_due == 1]
+        ahead = self.scheduler.waiting.deferred()
+        due = [s for s in running if s.num_due == 1 and s.request.tenant not in ahead]
         oldest = min((s for s in running), key=lambda s: s.id, default=None)
         oldest_due = oldest is not None and oldest.num_due > 0
         plan = self.scheduler.schedule(self.now)
@@ -135,7 +147,11 @@ class Run:
         served = set() if plan is None else {chunk.seq_id for chunk in plan.chunks}
         for sequence in due:
             assert sequence.id in served or sequence.id not in self.scheduler.running, f"{sequence!r} was skipped"
-        if oldest_due:
+        if (
+            self.config.policy == "fcfs"
+            and oldest_due
+            and all(s.id >= oldest.id for s in self.scheduler.running.values())
+        ):
             assert oldest is not None
             assert oldest.id in served, f"the oldest, {oldest!r}, was skipped or preempted"
         if plan is not None:

@@ -75,7 +75,10 @@ class Machine(RuleBasedStateMachine):
             if (space, keys) not in pinned
             and not any(s == space and len(k) == len(keys) + 1 and k[:-1] == keys for s, k in self.blocks)
         ]
-        block = self.tree.evict()
+        node = self.tree.next_to_evict()
+        block = None if node is None else node.block
+        if node is not None:
+            assert self.tree.leave_device(node) == []
         if not leaves:
             assert block is None
             return
@@ -133,5 +136,5 @@ def test_the_heap_stays_in_proportion_to_the_tree():
         tree.pin(node)
         tree.unpin(node)
         tree.match(b"", ["a"])
-    assert len(tree._heap) <= 64 + 2 * tree.num_blocks + 1
-    assert tree.evict() == 0
+    assert len(tree._heaps[""]) <= 64 + 2 * tree.num_blocks + 1
+    assert tree.next_to_evict() is node

@@ -31,8 +31,26 @@ class Machine(RuleBasedStateMachine):
         chunked=st.booleans(),
         depth=st.integers(1, 3),
         patience=st.sampled_from([0, 2, 512]),
+        policy=st.sampled_from(["fcfs", "priority", "fair"]),
+        step_target=st.sampled_from([None, None, 0.003, 1.0]),
+        num_host_blocks=st.sampled_from([0, 0, 3, 40]),
+        fate=st.sampled_from(["auto", "swap", "recompute"]),
     )
-    def start(self, block_size, num_blocks, max_running, budget, prefix_cache, chunked, depth, patience):
+    def start(
+        self,
+        block_size,
+        num_blocks,
+        max_running,
+        budget,
+        prefix_cache,
+        chunked,
+        depth,
+        patience,
+        policy,
+        step_target,
+        num_host_blocks,
+        fate,
+    ):
         config = SchedulerConfig(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -43,6 +61,12 @@ class Machine(RuleBasedStateMachine):
             chunked_prefill=chunked,
             prefix_wait_steps=patience,
             eos_token_ids=(0,),
+            policy=policy,
+            fair_quantum=16.0,
+            step_target=step_target if chunked else None,
+            num_host_blocks=num_host_blocks,
+            bytes_per_block=1000,
+            preemption=fate if fate != "swap" or (num_host_blocks and prefix_cache) else "auto",
         )
         self.run = Run(config, depth=depth)
         self.requests: dict[str, Request] = {}
@@ -55,9 +79,11 @@ class Machine(RuleBasedStateMachine):
         stops=st.sampled_from([(), (4,)]),
         priority=st.integers(0, 2),
         cache_key=st.sampled_from([b"", b"other"]),
+        tenant=st.sampled_from(["", "a", "b"]),
+        num_public_blocks=st.sampled_from([0, 0, 1, 2]),
         match_limit=st.sampled_from([None, None, None, 0, 5]),
     )
-    def add(self, prompt, max_tokens, ignore_eos, stops, priority, cache_key, match_limit):
+    def add(self, prompt, max_tokens, ignore_eos, stops, priority, cache_key, tenant, num_public_blocks, match_limit):
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stops)
         request = Request(
             f"r{len(self.requests)}",
@@ -66,6 +92,9 @@ class Machine(RuleBasedStateMachine):
             arrival=self.run.now,
             priority=priority,
             cache_key=cache_key,
+            tenant=tenant,
+            num_public_blocks=min(num_public_blocks, len(prompt) // self.run.config.block_size),
+            public_key=b"public" if num_public_blocks else b"",
             match_limit=match_limit,
         )
         too_long = len(prompt) >= self.run.config.max_length

@@ -8,13 +8,22 @@ in any case: where decodes fill the target by themselves, it is missed by that m
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.cost import CostModel, Prediction, StepFeatures
-from pellucid.core.plan import BlockCopy, Chunk, Transfer
+from pellucid.core.plan import Chunk
 from pellucid.core.sequence import Sequence
 
 PROMPT_FLOOR = 0.5
 PROMPT_FLOOR_TOKENS = 32
+
+
+class Bound(NamedTuple):
+    """How far prompts may fill a step: up to `seconds` predicted (None: any), leaving `leave` tokens of the budget."""
+
+    seconds: float | None
+    leave: int
 
 
 class Draft:
@@ -27,13 +36,13 @@ class Draft:
         self._bytes_per_block = config.bytes_per_block
         self.budget_left = config.token_budget
         self.chunks: dict[int, Chunk] = {}
-        self.copies: list[BlockCopy] = []
-        self.transfers: list[Transfer] = []
         self.promised = 0  # blocks that running sequences will need up to their next token
         self.preempted = False  # somebody lost blocks in this step: nobody new is started
         self.num_refused = 0  # waiting sequences that were tried in vain
         self._floor_left = PROMPT_FLOOR_TOKENS
-        self._num_attended = self._num_context = self._num_tokens = self._num_samples = self._num_moved = 0
+        self.num_moved = 0  # blocks that are copied between tiers in this step
+        self.num_preempted = 0
+        self._num_attended = self._num_context = self._num_tokens = self._num_samples = 0
 
     @property
     def features(self) -> StepFeatures:
@@ -43,17 +52,13 @@ class Draft:
             self._num_context,
             len(self.chunks),
             self._num_samples,
-            self._num_moved * self._bytes_per_block,
+            self.num_moved * self._bytes_per_block,
         )
 
     @property
     def predicted(self) -> Prediction:
         """What the step costs as drafted."""
         return self._cost.predict(self.features)
-
-    def moved(self, num_blocks: int) -> None:
-        """`num_blocks` blocks are copied in this step."""
-        self._num_moved += num_blocks
 
     def put(self, sequence: Sequence, count: int) -> None:
         """Compute the next `count` due tokens of `sequence`; a chunk that it has already in this step grows."""
@@ -79,30 +84,32 @@ class Draft:
         self._num_context -= chunk.end
         self._num_samples -= chunk.samples
 
-    def seconds_at(self, share: float) -> float | None:
-        """The predicted time at which `share` of what the step has for prompts beside the present draft is used up."""
+    def bound(self, share: float = 1.0) -> Bound:
+        """Where `share` of what the step has for prompts beside the present draft is used up."""
+        leave = self.budget_left - int(share * self.budget_left)
         if self._target is None:
-            return None
+            return Bound(None, leave)
         base = self.predicted.seconds
-        return base + share * max(self._target - base, PROMPT_FLOOR * base)
+        return Bound(base + share * max(self._target - base, PROMPT_FLOOR * base), leave)
 
-    def exhausted(self, limit: float | None) -> bool:
-        """Whether no prompt token fits any more, whoever's."""
-        if self.budget_left <= 0:
+    def exhausted(self, bound: Bound) -> bool:
+        """Whether no prompt token fits within `bound` any more, whoever's."""
+        if self.budget_left <= bound.leave:
             return True
-        return limit is not None and self._floor_left <= 0 and self.predicted.seconds >= limit
+        floor = 0 if bound.leave else self._floor_left
+        return bound.seconds is not None and floor <= 0 and self.predicted.seconds >= bound.seconds
 
-    def room(self, sequence: Sequence, want: int, limit: float | None) -> int:
-        """How many of `want` more tokens of a prompt fit in the budget and in a step of `limit` seconds (None: any)."""
+    def room(self, sequence: Sequence, want: int, bound: Bound) -> int:
+        """How many of `want` more tokens of a prompt fit within `bound`. Only the whole step has the floor."""
         if not self._chunked:
             return want if self.budget_left > 0 else 0
-        want = min(want, self.budget_left)
-        if limit is None or want <= 0:
-            return max(want, 0)
-        low, high = min(want, max(0, self._floor_left)), want
+        want = max(0, min(want, self.budget_left - bound.leave))
+        if bound.seconds is None:
+            return want
+        low, high = 0 if bound.leave else min(want, max(0, self._floor_left)), want
         while low < high:
             middle = (low + high + 1) // 2
-            if self._cost.predict(self._features_with(sequence, middle)).seconds <= limit:
+            if self._cost.predict(self._features_with(sequence, middle)).seconds <= bound.seconds:
                 low = middle
             else:
                 high = middle - 1
@@ -117,7 +124,7 @@ class Draft:
             self._num_context + (end if before is None else count),
             len(self.chunks) + (before is None),
             self._num_samples + (end == sequence.num_known),
-            self._num_moved * self._bytes_per_block,
+            self.num_moved * self._bytes_per_block,
         )
 
     def _count(self, start: int, end: int, samples: bool, context: int) -> None:

@@ -38,11 +38,26 @@ class TokensGenerated(NamedTuple):
     num_cached: int
 
 
+Fate = Literal["swap", "recompute"]
+
+
 class Preempted(NamedTuple):
-    """A running request lost its blocks; `num_lost` computed tokens must be computed again or copied back."""
+    """A running request lost its blocks; `num_lost` computed tokens must be computed again or copied back. `fate` is
+    what was predicted to be cheaper for those that do not survive in the device's cache."""
 
     request_id: str
     num_lost: int
+    fate: Fate
+
+
+class Resumed(NamedTuple):
+    """A preempted request runs again: of its tokens so many were still on the device, were copied back from the host,
+    and must be computed again."""
+
+    request_id: str
+    num_kept: int
+    num_promoted: int
+    num_recomputed: int
 
 
 class Finished(NamedTuple):
@@ -62,7 +77,7 @@ class Finished(NamedTuple):
         return self.ledger.causes if self.ledger else ()
 
 
-Event = Queued | Admitted | TokensGenerated | Preempted | Finished
+Event = Queued | Admitted | TokensGenerated | Preempted | Resumed | Finished
 
 
 class BlockStored(NamedTuple):
@@ -74,7 +89,7 @@ class BlockStored(NamedTuple):
 
 
 class BlockRemoved(NamedTuple):
-    """A block left the prefix tree."""
+    """A block left the prefix tree. `block` is -1 for one that was on the host only."""
 
     digest: bytes
     block: int

@@ -86,6 +86,8 @@ def _check_tree(scheduler: Scheduler) -> None:
     pins = Counter(id(s.node) for s in scheduler.running.values() if s.node is not None)
     blocks = []
     for node in tree.nodes():
+        if not node.on_device:
+            continue
         blocks.append(node.block)
         if not pool.in_tree(node.block):
             _broken(f"block {node.block} is in the tree; the pool does not know")
@@ -96,12 +98,38 @@ def _check_tree(scheduler: Scheduler) -> None:
             _broken(f"block {node.block} is held more often than block {parent.block} before it")
     if len(set(blocks)) != len(blocks) or len(blocks) != tree.num_blocks:
         _broken(f"{len(blocks)} nodes hold {len(set(blocks))} blocks; the tree counts {tree.num_blocks}")
+    _check_host(scheduler)
     in_tree = sum(pool.in_tree(block) for block in range(pool.num_blocks))
     if in_tree != len(blocks):
         _broken(f"the pool says {in_tree} blocks are in the tree; it has {len(blocks)}")
     for namespace, root in tree.roots().items():
         if root.children is None and root.pins == 0:
             _broken(f"namespace {namespace!r} is empty and still has a root")
+
+
+def _check_host(scheduler: Scheduler) -> None:
+    """A node is somewhere, below nodes that are somewhere; a host block is cached, in flight or free."""
+    kv = scheduler.kv
+    held = []
+    for node in kv.tree.nodes():
+        parent = node.parent
+        if not node.on_device and node.host < 0:
+            _broken(f"a node at depth {node.depth} is in the tree and in no tier")
+        if node.on_device and parent is not None and parent.parent is not None and not parent.on_device:
+            _broken(f"block {node.block} is on the device, the one before it is not")
+        children = () if node.children is None else node.children.values()
+        if node.num_on_device != sum(child.on_device for child in children):
+            _broken(f"block {node.block} counts {node.num_on_device} children on the device; it is wrong")
+        if node.host >= 0:
+            held.append(node.host)
+            if not kv.host.in_tree(node.host):
+                _broken(f"host block {node.host} is in the tree; the host pool does not know")
+    if len(set(held)) != len(held) or len(held) != kv.tree.num_host_blocks:
+        _broken(f"{len(held)} nodes hold {len(set(held))} host blocks; the tree counts {kv.tree.num_host_blocks}")
+    if kv.host.num_active or kv.host.num_in_flight > kv.num_under_way:
+        _broken(f"{kv.host.num_active} host blocks are active, {kv.host.num_in_flight} in flight")
+    if kv.host.num_free + kv.host.num_cached + kv.host.num_in_flight != kv.host.num_blocks:
+        _broken("the host pool's counts do not add up")
 
 
 def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:

@@ -22,52 +22,44 @@ from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
-from typing import NamedTuple
 
 from pellucid.core import ledger
 from pellucid.core.admission import Admission
 from pellucid.core.config import SchedulerConfig
-from pellucid.core.cost import FittedCost, StepFeatures
-from pellucid.core.draft import Draft
+from pellucid.core.cost import FittedCost
+from pellucid.core.draft import Bound, Draft
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishReason, Preempted, Queued, TokensGenerated
+from pellucid.core.events import (
+    Admitted,
+    BlockEvent,
+    Event,
+    Fate,
+    Finished,
+    FinishReason,
+    Preempted,
+    Queued,
+    Resumed,
+    TokensGenerated,
+)
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
+from pellucid.core.launch import Launched, seal
 from pellucid.core.ledger_book import LedgerBook
-from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
+from pellucid.core.plan import Chunk, StepPlan, StepResult
 from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
+from pellucid.core.pressure import Pressure
 from pellucid.core.request import Request
 from pellucid.core.sequence import Sequence, Status
 from pellucid.core.service import ServiceBook
 from pellucid.core.shared_prefix import PrefixClaims
 from pellucid.core.tenants import Tenant
+from pellucid.core.tiers import TierCosts
 
 SHORT_SHARE = 0.5
 """The part of a step's prompt time that short prompts get before the policy's order is asked."""
 MAX_REFUSED = 16
 """Waiting requests that are tried in vain in one step before it is left at that."""
-
-
-class Part(NamedTuple):
-    """A chunk of a launched step: whose it is, and the epoch in which it was planned."""
-
-    sequence: Sequence
-    chunk: Chunk
-    epoch: int
-
-    @property
-    def counts(self) -> bool:
-        """False once it has ended or was preempted: the blocks are gone, and so is what was computed into them."""
-        return self.sequence.status is Status.RUNNING and self.sequence.epoch == self.epoch
-
-
-class Launched(NamedTuple):
-    """A step that was planned and not yet committed."""
-
-    step_id: int
-    features: StepFeatures
-    parts: list[Part]
 
 
 class Scheduler:
@@ -82,14 +74,22 @@ class Scheduler:
     ) -> None:
         self.config = config
         self.cost = FittedCost(config.cost_prior)
+        self.tiers = TierCosts(config, self.cost)
+        self.pressure = Pressure()
         self.book = ServiceBook(config.tenants, config.fair_quantum)
         self.ledgers = LedgerBook(self.cost, config.token_budget)
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)
         self.kv = KVManager(
-            config.num_blocks, config.block_size, prefix_cache=config.prefix_cache, on_block_event=on_block_event
+            config.num_blocks,
+            config.block_size,
+            prefix_cache=config.prefix_cache,
+            num_host_blocks=config.num_host_blocks,
+            tiers=self.tiers if config.num_host_blocks else None,
+            on_block_event=on_block_event,
         )
+        self._set_shares(config.tenants)
         self.claims = PrefixClaims(config.block_size)
         self.in_flight: deque[Launched] = deque()
         self._head: Sequence | None = None  # the waiting sequence that did not fit and is being passed by others
@@ -99,6 +99,7 @@ class Scheduler:
         self._events: list[Event] = []  # of schedule(), handed out by the next commit or abort
         self._next_seq_id = 0
         self._next_step_id = 0
+        self._num_recomputed = 0  # tokens of preempted sequences that the step being decided computes again
         self._log = input_log
         if input_log is not None:
             input_log.config(config)
@@ -143,6 +144,10 @@ class Scheduler:
             self._log.reconfigure(tenants, now)
         self.config = replace(self.config, tenants=tenants)
         self.book.reconfigure(tenants)
+        self._set_shares(tenants)
+
+    def _set_shares(self, tenants: tuple[Tenant, ...]) -> None:
+        self.kv.shares = {t.name: int(t.kv_share * self.config.num_blocks) for t in tenants if t.kv_share < 1.0}
 
     def take_events(self) -> list[Event]:
         """What happened since events were last handed out; `commit` and `abort` return it as well."""
@@ -202,9 +207,9 @@ class Scheduler:
 
     def _serve_deferred(self, deferred: list[Sequence], draft: Draft, now: float) -> None:
         """What the others left, to sequences of tenants that are ahead; all of them where there are no others."""
-        limit = draft.seconds_at(1.0) if draft.chunks else None
+        bound = draft.bound() if draft.chunks else Bound(None, 0)
         for sequence in deferred:
-            if sequence.status is Status.RUNNING and draft.room(sequence, 1, limit):
+            if sequence.status is Status.RUNNING and draft.room(sequence, 1, bound):
                 self._grant(sequence, 1, draft, now)
 
     def _serve_prompts(self, draft: Draft, now: float) -> None:
@@ -212,8 +217,8 @@ class Scheduler:
         draft.promised = sum(self._num_promised(sequence) for sequence in self.running.values())
         for sequence in self.waiting.window():
             sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
-        half, whole = draft.seconds_at(SHORT_SHARE), draft.seconds_at(1.0)
-        if half is not None:
+        half, whole = draft.bound(SHORT_SHARE), draft.bound()
+        if half.seconds is not None:
             for sequence in self._short_prompts(draft):
                 if draft.exhausted(half):
                     break
@@ -240,14 +245,14 @@ class Scheduler:
         behind = self.waiting.deferred()
         return [s for n, _, s in sorted(left) if n <= self.config.token_budget and s.request.tenant not in behind]
 
-    def _serve(self, sequence: Sequence, draft: Draft, limit: float | None, now: float) -> None:
+    def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""
         if sequence.status is Status.WAITING:
             if draft.preempted or draft.num_refused >= MAX_REFUSED or not self._admit(sequence, draft, now):
                 return
         elif sequence.status is not Status.RUNNING:
             return  # preempted for one before it
-        count = draft.room(sequence, sequence.num_due, limit)
+        count = draft.room(sequence, sequence.num_due, bound)
         if count:
             self._grant(sequence, count, draft, now)
 
@@ -269,6 +274,7 @@ class Scheduler:
             if victim is sequence:
                 return
         draft.promised -= len(sequence.block_table) - num_before
+        draft.num_moved = self.kv.num_moves
         draft.put(sequence, count)
         self._charge_prompt(sequence)
 
@@ -315,13 +321,17 @@ class Scheduler:
         elif head is not None and passes:
             head.num_overtaken += 1
         self._start(sequence, match, now)
+        draft.num_moved = self.kv.num_moves
         draft.promised += self._num_promised(sequence)
         return True
 
     def _fits(self, sequence: Sequence, match: PrefixMatch, draft: Draft) -> bool:
         if len(self.running) >= self.config.max_running:
             return False
-        return self.kv.can_attach(match, self._num_needed(sequence), draft.promised)
+        if self.pressure.storm and self.running and sequence.num_preemptions == 0:
+            return False
+        kept_free = draft.promised + self.pressure.headroom * len(self.running)
+        return self.kv.can_attach(match, self._num_needed(sequence), kept_free)
 
     def _max_overtakes(self, head: Sequence) -> int:
         """Who was preempted is passed by nobody: newcomers would evict what is still cached of it."""
@@ -368,16 +378,32 @@ class Scheduler:
         self.kv.attach(sequence, match)
         self.claims.renew(sequence)
         self.ledgers.start(sequence, now)
-        if sequence.num_preemptions == 0:
-            sequence.num_cached = sequence.num_charged = sequence.num_computed
-            self.book.charge(sequence.request.tenant, cached=sequence.num_cached)
-            queued = now - sequence.request.arrival
-            self._events.append(Admitted(sequence.request.id, sequence.num_prompt, sequence.num_cached, queued))
+        request = sequence.request
+        if sequence.num_preemptions:
+            self.kv.unwant(sequence.wanted)
+            sequence.wanted = []
+            kept = match.num_on_device * self.config.block_size
+            recomputed = max(0, sequence.num_lost - sequence.num_computed)
+            self._num_recomputed += recomputed
+            self._events.append(Resumed(request.id, kept, sequence.num_computed - kept, recomputed))
+            return
+        sequence.num_cached = sequence.num_charged = sequence.num_computed
+        self.book.charge(request.tenant, cached=sequence.num_cached)
+        self._events.append(Admitted(request.id, sequence.num_prompt, sequence.num_cached, now - request.arrival))
 
     def _preempt(self, sequence: Sequence, draft: Draft, now: float) -> None:
-        """Take all blocks back; the sequence waits in its old place and computes again what the cache has lost."""
+        """Take all blocks back; the sequence waits in its old place.
+
+        Its full blocks stay cached for as long as nobody needs them; those that are evicted are copied to the host
+        where that is predicted to be cheaper than to compute them again.
+        """
         draft.withdraw(sequence)
-        num_lost = sequence.num_computed
+        draft.num_preempted += 1
+        sequence.num_lost = sequence.num_computed
+        fate: Fate = "recompute"
+        if self.tiers.swap_pays(sequence.num_published):
+            fate = "swap"
+            sequence.wanted = self.kv.want(sequence)
         self.ledgers.preempt(sequence, now)
         self._leave_running(sequence)
         self.book.stop_to_wait(sequence.request.tenant)
@@ -386,35 +412,20 @@ class Scheduler:
         sequence.num_pending = 0
         sequence.num_preemptions += 1
         self.waiting.push(sequence)
-        self._events.append(Preempted(sequence.request.id, num_lost))
+        self._events.append(Preempted(sequence.request.id, sequence.num_lost, fate))
 
     def _seal(self, draft: Draft, now: float) -> StepPlan | None:
         """Freeze the draft into a plan and remember what was launched."""
-        if not draft.chunks and not draft.transfers:
+        self.pressure.step(self.config.token_budget - draft.budget_left, self._num_recomputed, draft.num_preempted)
+        self._num_recomputed = 0
+        draft.num_moved = self.kv.num_moves
+        transfers = self.kv.take_transfers()
+        if not draft.chunks and not transfers:
             return None
-        launched = [Part(self.running[i], chunk, self.running[i].epoch) for i, chunk in draft.chunks.items()]
-        new, updates = [], []
-        for sequence, _, _ in launched:
-            if not sequence.announced:
-                sequence.announced = True
-                request = sequence.request
-                new.append(NewSequence(sequence.id, tuple(sequence.tokens), sequence.num_prompt, request.sampling))
-            if sequence.num_table_sent < len(sequence.block_table):
-                blocks = tuple(sequence.block_table[sequence.num_table_sent :])
-                updates.append(BlockUpdate(sequence.id, sequence.num_table_sent, blocks))
-                sequence.num_table_sent = len(sequence.block_table)
-        plan = StepPlan(
-            step_id=self._next_step_id,
-            chunks=tuple(draft.chunks.values()),
-            new=tuple(new),
-            blocks=tuple(updates),
-            released=tuple(self._released),
-            copies=tuple(draft.copies),
-            transfers=tuple(draft.transfers),
-        )
+        plan, parts = seal(self._next_step_id, draft.chunks, self.running, tuple(self._released), transfers)
         self._next_step_id += 1
         self._released = []
-        self.in_flight.append(Launched(plan.step_id, draft.features, launched))
+        self.in_flight.append(Launched(plan.step_id, draft.features, parts))
         self.ledgers.launch(now)
         return plan
 
@@ -432,6 +443,8 @@ class Scheduler:
             )
         self.ledgers.commit([(part.sequence, part.chunk, part.counts) for part in parts], now, features.copied_bytes)
         self.cost.observe(features, result.seconds)
+        for transfer in result.transfers_done:
+            self.kv.transfer_done(transfer)
         for part, tokens in zip(parts, result.tokens, strict=True):
             if part.counts:
                 self._fold(part.sequence, part.chunk, tokens, now)
@@ -470,6 +483,7 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
             self.book.unwait(sequence.request.tenant)
+            self.kv.unwant(sequence.wanted)
         if self._head is sequence:
             self._head = None
         sequence.become(Status.FINISHED)

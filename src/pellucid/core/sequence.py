@@ -26,6 +26,10 @@ from pellucid.core.request import Request
 Claim = tuple[Node | bytes, Hashable]
 
 
+PUBLIC = "public prefixes"
+"""The owner of cached blocks that no tenant is charged for."""
+
+
 class Status(Enum):
     """Where a sequence is in its life."""
 
@@ -60,10 +64,12 @@ class Sequence:
         "num_cached",
         "num_charged",
         "num_computed",
+        "num_lost",
         "num_matched",
         "num_overtaken",
         "num_pending",
         "num_preemptions",
+        "num_promoted",
         "num_prompt",
         "num_published",
         "num_scheduled",
@@ -72,6 +78,7 @@ class Sequence:
         "request",
         "status",
         "tokens",
+        "wanted",
     )
 
     def __init__(self, seq_id: int, request: Request, block_size: int, max_length: int) -> None:
@@ -95,6 +102,9 @@ class Sequence:
         self.awaited: Claim | None = None  # the block that another request is computing for both
         self.num_waited_steps = 0  # steps spent waiting for another request's prefix
         self.num_preemptions = 0
+        self.num_lost = 0  # tokens that were computed when it was last preempted
+        self.num_promoted = 0  # blocks that were copied back from the host for it
+        self.wanted: list[Node] = []  # blocks that it will come back for after a preemption by swap
         self.num_matched = 0  # tokens found in the cache when it was last looked up
         self.num_overtaken = 0  # admissions that passed it while it did not fit
         self.num_charged = 0  # prompt tokens that its tenant has been charged for
@@ -132,15 +142,25 @@ class Sequence:
             raise IllegalTransition(f"{self!r} cannot become {status.value}; legal from here: {names}")
         self.status = status
 
+    @property
+    def namespace(self) -> bytes:
+        """The root below which the sequence's blocks hang in the prefix tree."""
+        request = self.request
+        return request.public_key if request.num_public_blocks else request.cache_key
+
+    def owner(self, index: int) -> str:
+        """Whose share of the pool the cached block `index` counts against."""
+        return PUBLIC if index < self.request.num_public_blocks else self.request.tenant
+
     def key(self, index: int) -> Hashable:
         """The tree's key of the sequence's block `index`, whose tokens are all known.
 
         Token bytes; or, for a request that names its blocks, that name (blocks behind the named ones get a key that no
-        other request has).
+        other request has). The first block behind a public prefix is found under the request's own namespace only.
         """
         names = self.request.block_keys
         if names is not None:
-            return names[index] if index < len(names) else (self.request.id, index)
+            return self._private(index, names[index] if index < len(names) else (self.request.id, index))
         if len(self._keys) <= index:
             self._make_keys()
         return self._keys[index]
@@ -157,7 +177,16 @@ class Sequence:
         """Keys of all full blocks that have none yet, cut from one copy of the tokens: long prompts have thousands."""
         data = self.tokens[len(self._keys) * self.block_size :].tobytes()
         width = self.block_size * self.tokens.itemsize
+        index = len(self._keys)
         self._keys.extend(data[i : i + width] for i in range(0, len(data) - width + 1, width))
+        first_private = self.request.num_public_blocks
+        if index <= first_private < len(self._keys):
+            self._keys[first_private] = self._private(first_private, self._keys[first_private])
+
+    def _private(self, index: int, key: Hashable) -> Hashable:
+        """`key`, made the tenant's own where block `index` is the first behind a public prefix."""
+        public = self.request.num_public_blocks
+        return (self.request.cache_key, key) if public and index == public else key
 
     def forget_keys(self, num_kept: int) -> None:
         """Tokens from block `num_kept` on may change: their keys are made anew when asked for."""

@@ -30,7 +30,7 @@ class PrefixClaims:
             return
         node = sequence.node
         assert node is not None
-        claim = (node if index else sequence.request.cache_key, sequence.key(index))
+        claim = (node if index else sequence.namespace, sequence.key(index))
         if claim not in self._holders:
             self._holders[claim] = sequence
             self._claims[sequence.id] = claim
@@ -47,7 +47,7 @@ class PrefixClaims:
         index = match.num_blocks
         if (index + 1) * self._block_size > limit:
             return None
-        claim = (match.nodes[-1] if index else sequence.request.cache_key, sequence.key(index))
+        claim = (match.nodes[-1] if index else sequence.namespace, sequence.key(index))
         return claim if claim in self._holders else None
 
     def stands(self, claim: Claim) -> bool:

@@ -36,27 +36,31 @@ from pellucid.runtime.sampler import Sampler
 class TorchExecutor:
     """Carries out plans on one device. `config` is resolved (no "auto" left). `note` is for `describe`."""
 
-    def __init__(self, decoder: Decoder, config: RuntimeConfig, *, num_blocks: int, seed: int, note: str = "") -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: RuntimeConfig,
+        *,
+        num_blocks: int,
+        num_host_blocks: int = 0,
+        seed: int,
+        note: str = "",
+    ) -> None:
         self._note = note
         self.config = config
         self._decoder = decoder
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        self._store = KVStore(
-            decoder.config.cache_spec(config.element_bytes),
-            num_blocks=num_blocks,
-            block_size=config.block_size,
-            dtype=self._dtype,
-            device=self._device,
-        )
+        spec = decoder.config.cache_spec(config.element_bytes)
+        shape = {"block_size": config.block_size, "dtype": self._dtype}
+        self._store = KVStore(spec, num_blocks=num_blocks, device=self._device, **shape)
+        self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
         self._mirror = SequenceMirror(config.block_size)
         self._sampler = Sampler(decoder.kernels, seed)
         self._launched: deque[StepPlan] = deque()
 
     def launch(self, plan: StepPlan) -> int:
         """Queue the step; its id is the ticket."""
-        if plan.transfers:
-            raise InvariantViolation(f"step {plan.step_id} has transfers, and this executor has one tier of memory")
         self._launched.append(plan)
         return plan.step_id
 
@@ -70,8 +74,12 @@ class TorchExecutor:
             self._mirror.apply(plan)
             for copy in plan.copies:
                 self._store.copy_block(copy.source, copy.target)
+            for transfer in plan.transfers:
+                source, target = (self._store, self._host) if transfer.kind == "out" else (self._host, self._store)
+                target.exchange(source, transfer.pairs)
+            moved = tuple(transfer.id for transfer in plan.transfers)
             if not plan.chunks:
-                return StepResult(plan.step_id, (), perf_counter() - began)
+                return StepResult(plan.step_id, (), perf_counter() - began, transfers_done=moved)
             batch = self._mirror.build(plan.chunks, self._padded_rows)
             inputs = self._to_device(batch)
             prepared = perf_counter()
@@ -80,7 +88,7 @@ class TorchExecutor:
             tokens = self._sample(logits, batch)
         ended = perf_counter()
         phases = (("prepare", prepared - began), ("forward", computed - prepared), ("sample", ended - computed))
-        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases)
+        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases, moved)
 
     def memory(self) -> MemoryReport:
         """What the executor holds now."""
@@ -125,6 +133,7 @@ def load_executor(
     config: RuntimeConfig,
     *,
     num_blocks: int,
+    num_host_blocks: int = 0,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TorchExecutor:
@@ -151,7 +160,10 @@ def load_executor(
         if config.deterministic and kernels.team is None:
             _check_determinism(decoder.weights)
         return_freed_memory()
-        return TorchExecutor(decoder, config, num_blocks=num_blocks, seed=seed, note=_note(kernels, config, model))
+        note = _note(kernels, config, model)
+        return TorchExecutor(
+            decoder, config, num_blocks=num_blocks, num_host_blocks=num_host_blocks, seed=seed, note=note
+        )
 
 
 def _note(kernels: Kernels, config: RuntimeConfig, model: ModelConfig) -> str:

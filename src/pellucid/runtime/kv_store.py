@@ -7,8 +7,10 @@ kernel may arrange as its instructions want (key tiles, token pairs) without any
 the layer at work streams through its own memory, and moving a block between tiers is 2 x layers copies of
 `G x block_size x D`, long enough for full speed.
 
+The host tier is a second store of the same shape in main memory; blocks are exchanged between the two.
+
 Invariants: memory is taken once and zeroed, so that it is resident before the first request and a masked slot holds a
-finite number; nobody but `write_kv` and `copy_block` writes to it.
+finite number; nobody but `write_kv`, `copy_block` and `exchange` writes to it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ class KVStore:
     def num_bytes(self) -> int:
         """Bytes reserved, over all layers."""
         return sum(memory.numel() * memory.element_size() for memory in self._groups)
+
+    def exchange(self, other: KVStore, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy blocks of `other`, a store of the same shape, into this one: pairs of (its block, ours)."""
+        sources, targets = (torch.tensor(ids, dtype=torch.int64) for ids in zip(*pairs, strict=True))
+        for ours, theirs in zip(self._groups, other._groups, strict=True):
+            ours[:, :, targets.to(ours.device)] = theirs[:, :, sources.to(theirs.device)].to(ours.device)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy every layer's keys and values of one block onto another."""

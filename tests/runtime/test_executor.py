@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from tests.runtime.driver import Driver
 from tests.runtime.tiny_models import build, reference_tokens
 
-from pellucid.core.config import SchedulerConfig
+from pellucid.core.config import PreemptionFate, SchedulerConfig
 from pellucid.core.errors import ConfigError, InvariantViolation
 from pellucid.core.events import Finished, Preempted, TokensGenerated
-from pellucid.core.plan import BlockCopy, BlockUpdate, Chunk, NewSequence, StepPlan, Transfer
+from pellucid.core.plan import BlockCopy, BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
 from pellucid.core.request import Request, SamplingParams
 from pellucid.core.scheduler import Scheduler
 from pellucid.kernels import reference
@@ -33,9 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return path, build("smollm2", path)
 
 
-def executor_of(path: Path, num_blocks: int = 200, **options: Any) -> TorchExecutor:
+def executor_of(path: Path, num_blocks: int = 200, num_host_blocks: int = 0, **options: Any) -> TorchExecutor:
     config = RuntimeConfig(**{"dtype": "float32", "block_size": 4, "threads": 1, **options})
-    return load_executor(path, config, num_blocks=num_blocks)
+    return load_executor(path, config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
 def serve(
@@ -82,6 +83,31 @@ def test_with_the_real_scheduler(
     outputs, preemptions = serve(executor_of(tiny[0], num_blocks), config, [request for request, _ in answered])
     assert (preemptions > 0) == (num_blocks == 24)
     assert outputs == {request.id: tokens for request, tokens in answered}
+
+
+@pytest.mark.parametrize("fate", ["swap", "recompute", "auto"])
+def test_what_was_preempted_comes_back_from_the_host(
+    tiny: tuple[Path, Any], answered: list[tuple[Request, list[int]]], fate: PreemptionFate
+) -> None:
+    """Swapped, computed again or never preempted: the same tokens, and those of transformers."""
+    config = SchedulerConfig(
+        num_blocks=24, block_size=4, max_running=8, num_host_blocks=100, bytes_per_block=3072, preemption=fate
+    )
+    executor = executor_of(tiny[0], 24, 100)
+    moved: Counter[str] = Counter()
+    collect = executor.collect
+
+    def watched(ticket: int) -> StepResult:
+        moved.update(transfer.kind for transfer in executor._launched[0].transfers)
+        return collect(ticket)
+
+    executor.collect = watched  # type: ignore[method-assign]
+    outputs, preemptions = serve(executor, config, [request for request, _ in answered])
+    assert preemptions > 0
+    assert outputs == {request.id: tokens for request, tokens in answered}
+    if fate == "swap":
+        assert moved["out"] > 0
+        assert moved["in"] > 0
 
 
 class Recording:
@@ -175,8 +201,6 @@ def test_result_says_what_it_took(tiny: tuple[Path, Any]) -> None:
 
 def test_refusals(tiny: tuple[Path, Any]) -> None:
     executor = executor_of(tiny[0])
-    with pytest.raises(InvariantViolation, match="one tier of memory"):
-        executor.launch(StepPlan(0, (), transfers=(Transfer(1, "out", ((0, 0),)),)))
     executor.launch(StepPlan(1, ()))
     with pytest.raises(InvariantViolation, match="step 7 is collected out of order"):
         executor.collect(7)
@@ -208,6 +232,7 @@ def test_blocks_that_fit() -> None:
 
 _MEASURE = """
 import json, random, sys
+from collections import Counter
 from pathlib import Path
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.executor import load_executor

@@ -37,7 +37,7 @@ class Server:
 
     def post(self, path: str, *, key: str = "", **body) -> dict:
         asked = {"model": self.name, "temperature": 0} | body
-        reply = httpx.post(self.url + path, json=asked, timeout=120, headers={"Authorization": f"Bearer {key}"})
+        reply = httpx.post(self.url + path, json=asked, timeout=120, headers=bearer(key))
         assert reply.status_code == 200, reply.text
         return reply.json()
 
@@ -59,6 +59,10 @@ class Server:
         raise AssertionError("blocks are still held:\n" + httpx.get(self.url + "/metrics").text)
 
 
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 def start(directory: Path, *flags: str, key: str = "") -> Server:
     path = default_model_path()
     if path is None:
@@ -76,7 +80,7 @@ def start(directory: Path, *flags: str, key: str = "") -> Server:
     url = process.stdout.readline().strip()
     assert url.startswith("http://"), (directory / "stderr").read_text()
     server = Server(process, url, log)
-    models = httpx.get(url + "/v1/models", headers={"Authorization": f"Bearer {key}"})
+    models = httpx.get(url + "/v1/models", headers=bearer(key))
     server.name = models.json()["data"][0]["id"]
     return server
 
@@ -224,7 +228,7 @@ def test_tenants_share_a_machine_and_nothing_else(tmp_path, monkeypatch):
     server = start(tmp_path, "--kv-memory", "16MiB", "--tenants", str(file), key=keys["acme"].key)
     try:
         assert [cached(name) for name in ("acme", "acme", "lab", "lab")] == [0, 96, 0, 96]
-        late = {"Authorization": f"Bearer {keys['late'].key}"}
+        late = bearer(keys["late"].key)
         assert httpx.get(server.url + "/v1/models", headers=late).status_code == 401
         add("late")
         server.process.send_signal(signal.SIGHUP)

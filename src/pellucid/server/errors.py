@@ -1,6 +1,7 @@
 """Every error of the HTTP surface, in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`.
 
-One that a bound caused also says `limit`, whose bound it was ("tenant" or "machine"), and `retry_after`, in seconds.
+One that a bound caused also says `limit`, whose bound it was ("tenant" or "machine"), and, where asking again makes
+sense, `retry_after`, in seconds.
 
 One table says which status an error of the lower rooms becomes; anything not in it is a bug of ours and a 500.
 """
@@ -89,7 +90,8 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestRejected) and error.retry_after is not None:
         return _not_now(error, error.retry_after)
     if isinstance(error, RequestRejected):
-        return bad_request(str(error), code="context_length_exceeded" if error.code in _TOO_LONG else error.code)
+        code = "context_length_exceeded" if error.code in _TOO_LONG else error.code
+        return ApiError(400, str(error), code=code, more=None if error.limit is None else {"limit": error.limit})
     if isinstance(error, ConfigError):  # a sampling parameter out of range
         return bad_request(str(error), code="invalid_value")
     if isinstance(error, EngineDead):

@@ -113,13 +113,15 @@ class _LaterTurns:
         if not has_tokens and not row.session:
             self._give_up("the trace has neither output token ids nor sessions")
             return
-        cached = self._cached(row)
+        hashes = row.prefix_block_hash
+        num_hits = self._num_hits(hashes)
+        cached = num_hits * self.block_size
         if row.input_token_ids is not None and row.output_token_ids is not None and self.block_size:
             self.basis = "token ids"
             self._seen.update(chain_hashes(row.input_token_ids + row.output_token_ids, self.block_size))
         else:
             self.basis = "sessions (assumed)"
-            self._seen.update(row.prefix_block_hash)
+            self._seen.update(hashes[num_hits:])
             before = self._spoken.get(row.session, 0)
             cached = max(cached, before if row.input_len >= before else 0)
             self._spoken[row.session] = row.input_len + row.output_len
@@ -128,13 +130,13 @@ class _LaterTurns:
         if len(self._seen) + len(self._spoken) > LATER_TURN_KEYS:
             self._give_up(f"more than {LATER_TURN_KEYS:,} blocks and sessions")
 
-    def _cached(self, row: TraceRequest) -> int:
-        num_hits = 0
-        for block in row.prefix_block_hash:
-            if block not in self._seen:
-                break
-            num_hits += 1
-        return num_hits * self.block_size
+    def _num_hits(self, hashes: Sequence[int | str]) -> int:
+        """Leading blocks that were seen. Ids chain, so a seen block has all before it seen: halving finds the end."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hashes[middle] in self._seen else (low, middle)
+        return low
 
     def _give_up(self, why: str) -> None:
         self._given_up = True

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
-from rich.console import Console
 
 from pellucid.cli import trace_view
+from pellucid.cli.progress import loading, progress_bars
 from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
 from pellucid.cli.tokenizing import encoder
 from pellucid.core.errors import ConfigError
 from pellucid.workload import synthetic, transforms
-from pellucid.workload.analyze import Ceilings, Progress, Question, analyze
+from pellucid.workload.analyze import Ceilings, Question, analyze
 from pellucid.workload.formats import ReadOptions, TraceFile, format_names, open_trace, servegen
 from pellucid.workload.formats.source import members
 from pellucid.workload.lint import clock_tick, lint
@@ -50,25 +49,15 @@ Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal rows."
 def read(file: Path, format_name: str | None, tokenizer: str | None, block_size: int, skip_bad: bool) -> TraceFile:
     """A trace as the common options describe it."""
     options = ReadOptions(encode=encoder(tokenizer), block_size=block_size, skip_bad=skip_bad)
-    return open_trace(file, format_name=format_name, options=options)
+    trace = open_trace(file, format_name=format_name, options=options)
+    if trace.note is not None:
+        typer.echo(f"note: {trace.note}", err=True)
+    return trace
 
 
 def print_json(document: Any) -> None:
     """One document, indented, on stdout."""
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
-
-
-@contextmanager
-def progress_line(label: str) -> Iterator[Progress]:
-    """A status line on stderr while something long runs; silent where stderr is not a terminal."""
-    console = Console(stderr=True)
-    with console.status(label) as status:
-
-        def tell(stage: str, share: float) -> None:
-            done = f"{share:.0%}" if share <= 1 else f"{share:,.0f} rows"
-            status.update(f"{label}: {stage} {done}")
-
-        yield tell
 
 
 @app.command("lint")
@@ -82,7 +71,8 @@ def lint_command(
 ) -> None:
     """Say what is wrong with a trace, what it does to results, and what mends it. Exit status 1 if anything is."""
     trace = read(file, format_name, tokenizer, block_size, skip_bad)
-    report = lint(trace)
+    with progress_bars() as progress:
+        report = lint(trace, progress)
     if as_json:
         findings = [finding._asdict() for finding in report.findings]
         print_json({"trace": str(file), "format": trace.format_name, **report._asdict(), "findings": findings})
@@ -114,8 +104,8 @@ def analyze_command(
     trace = read(file, format_name, tokenizer, block_size, skip_bad)
     sizes = tuple(_tokens(part) for part in cache_sizes.split(",")) if cache_sizes else ()
     question = Question(exact, sizes, engine_block, _ceilings(model, hardware))
-    with progress_line(f"analysing {file.name}") as tell:
-        result = analyze(trace, question, tell)
+    with progress_bars() as progress:
+        result = analyze(trace, question, progress)
     document = {**result.document, "model": model, "hardware": hardware}
     if html is not None:
         from pellucid.workload.report import write_analysis
@@ -155,7 +145,7 @@ def _ceilings(model: str | None, hardware: str | None) -> Ceilings | None:
 def _write(target: str, stage: Stage) -> None:
     """Write a stage; a summary line goes to stderr."""
     where = sys.stdout.buffer if target == "-" else target
-    with progress_line("writing"):
+    with loading("writing"):
         num_rows = write_trace(where, stage.header, stage.rows)
     typer.echo(f"wrote {num_rows:,} requests to {'stdout' if target == '-' else target}", err=True)
 

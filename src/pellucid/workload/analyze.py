@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from pellucid.workload import prefix
 from pellucid.workload.formats import TraceFile
 from pellucid.workload.own_cache import own_mask
-from pellucid.workload.trace import TraceError, TraceRequest, chain_hashes
+from pellucid.workload.trace import PROGRESS_ROWS, Progress, TraceError, TraceRequest, chain_hashes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float], None]
-"""Told the stage and the share of it that is done (0 to 1; for reading, which has no known end, rows read so far)."""
 
 LADDER_ROWS = 50_000
 LATER_TURN_KEYS = 4_000_000
@@ -172,8 +170,8 @@ def read_columns(trace: TraceFile, *, exact: bool, progress: Progress = lambda s
     columns = Columns(trace.header.block_size, None if exact else prefix.SAMPLE_ACCESSES)
     for number, row in enumerate(trace):
         columns.add(row)
-        if number % 5000 == 0:
-            progress("reading", float(number))
+        if number % PROGRESS_ROWS == 0:
+            progress("reading", trace.share_read)
     if not columns.times:
         raise TraceError(f"{trace.path}: no request to analyse")
     return columns

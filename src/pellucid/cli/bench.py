@@ -181,12 +181,19 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN.json...", help="Two or more summaries; the first of each load is its base."),
     ],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with tables and figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Compare runs: ratios to the first with 95 % intervals, paired by request where both sent the same load."""
     if len(files) < 2:
         raise ConfigError("report compares two or more runs; give it two .json files written by `pellucid bench -o`")
-    document = {"comparisons": compare_all([load_run(file) for file in files])}
+    runs = [load_run(file) for file in files]
+    document = {"comparisons": compare_all(runs)}
+    if html is not None:
+        from pellucid.workload.report import write_comparison
+
+        write_comparison(html, runs, document["comparisons"])
+        typer.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(document)
     else:

@@ -57,7 +57,10 @@ def print_run(document: dict[str, Any]) -> None:
     if document["num_counts_unknown"]:
         out.print(f"{document['num_counts_unknown']:,} replies did not tell tokens per chunk: no ITL for them")
     for tool, columns in document.get("compat", {}).items():
-        parts = (f"{name} {seconds(value.p50)} / {seconds(value.p99)}" for name, value in columns.items())
+        parts = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {seconds(value.p50)} / {seconds(value.p99)}"
+            for name, value in columns.items()
+        )
         out.print(f"as {tool} prints it: " + ", ".join(parts))
     if _any_low(document):
         out.print("* too few values behind this percentile")

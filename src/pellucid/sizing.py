@@ -6,14 +6,14 @@ that of the model *as the engine holds it*: in its files' formats where the kern
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pellucid.core.errors import ConfigError, ModelError
+from pellucid.core.errors import ConfigError
 from pellucid.kernels.processors import native
 from pellucid.models.gguf_header import read_gguf_header
+from pellucid.models.json_object import read_object
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.fit import FREE_SHARE, cache_memory
 from pellucid.planner.formats import number_format
@@ -43,15 +43,7 @@ def shape_at(path: Path, *, name: str | None = None) -> ModelShape:
 
 def shape_in(path: Path, *, name: str) -> ModelShape:
     """The shape that a config.json describes. Raises ModelError."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model directory has a config.json") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: holds a {type(config).__name__}; a JSON object is needed")
-    return shape_from_config(config, name=name, origin=str(path))
+    return shape_from_config(read_object(path), name=name, origin=str(path))
 
 
 def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:

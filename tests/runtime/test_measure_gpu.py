@@ -40,9 +40,8 @@ def test_every_figure_of_a_profile_is_measured() -> None:
     assert (profile.memory_bytes, profile.process_bytes) == (4 << 30, 1 << 30)
     assert [read.size_bytes for read in profile.read_bandwidth] == [1 << 16, 1 << 20]
     assert {"fp32", "bf16"} <= {peak.format for peak in profile.matrix_peak}
-    assert (
-        min(r.rate for r in (*profile.read_bandwidth, *profile.matrix_peak, profile.host_copy, profile.disk_read)) > 0
-    )
+    rates = (*profile.read_bandwidth, *profile.matrix_peak, profile.host_copy, profile.disk_read)
+    assert all(rate is not None and rate.rate > 0 for rate in rates)
     assert 0 < profile.overheads.step_seconds < 1
     assert seen == sorted(seen)
     assert seen[-1] == 1.0

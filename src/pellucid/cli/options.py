@@ -11,7 +11,7 @@ import functools
 import inspect
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -32,6 +32,12 @@ def settings_options(*classes: type[Any]) -> Callable[[Callable[..., Any]], Call
 def flag_options(*classes: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The same with flags only: no variables and no `--config`."""
     return _options_of(classes, settings=False)
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """A field that becomes a flag. `more`: its spelling where the field's name is not it ("--workload -w"), `metavar`,
+    `min`, `envvar`."""
+    return field(default=default, metadata={"help": help, **more})
 
 
 def _options_of(classes: tuple[type[Any], ...], *, settings: bool) -> Callable[..., Callable[..., Any]]:
@@ -61,10 +67,11 @@ def _parameter(cls: type[Any], setting: Field[Any], from_environment: bool) -> i
     kind = get_type_hints(cls)[setting.name]
     options: dict[str, Any] = {
         "help": meta["help"],
-        "envvar": f"PELLUCID_{setting.name.upper()}" if from_environment else None,
+        "envvar": f"PELLUCID_{setting.name.upper()}" if from_environment else meta.get("envvar"),
         "show_envvar": False,
         "rich_help_panel": meta.get("panel"),
         "min": meta.get("min"),
+        "metavar": meta.get("metavar"),
     }
     if "parser" in meta:
         options |= {
@@ -72,12 +79,12 @@ def _parameter(cls: type[Any], setting: Field[Any], from_environment: bool) -> i
             "metavar": meta.get("metavar", "SIZE"),
             "show_default": meta["shown"],
         }
-    flag = meta.get("flag", f"--{setting.name.replace('_', '-')}")
+    flags = meta.get("flag", f"--{setting.name.replace('_', '-')}").split()
     return inspect.Parameter(
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=setting.default,
-        annotation=Annotated[kind, typer.Option(flag, **options)],
+        annotation=Annotated[kind, typer.Option(*flags, **options)],
     )
 
 

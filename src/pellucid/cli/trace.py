@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import typer
 
 from pellucid.cli import trace_view
-from pellucid.cli.options import flag_options
+from pellucid.cli.options import flag, flag_options
 from pellucid.cli.progress import loading, progress_bars
 from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
 from pellucid.cli.tokenizing import encoder
@@ -49,14 +49,10 @@ Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal rows."
 class Reading:
     """How a trace is to be read."""
 
-    format_name: str | None = field(
-        default=None, metadata={"flag": "--format", "help": f"Refuse another format: {', '.join(format_names())}."}
-    )
-    tokenizer: str | None = field(default=None, metadata={"help": TOKENIZER_HELP})
-    block_size: int = field(
-        default=DEFAULT_BLOCK_SIZE, metadata={"min": 1, "help": "Tokens per block where ids are made from tokens."}
-    )
-    skip_bad: bool = field(default=False, metadata={"flag": "--skip-bad", "help": "Count bad rows and go on."})
+    format_name: str | None = flag(None, f"Refuse another format: {', '.join(format_names())}.", flag="--format")
+    tokenizer: str | None = flag(None, TOKENIZER_HELP)
+    block_size: int = flag(DEFAULT_BLOCK_SIZE, "Tokens per block where ids are made from tokens.", min=1)
+    skip_bad: bool = flag(False, "Count bad rows and go on.", flag="--skip-bad")
 
     def open(self, file: Path) -> TraceFile:
         """The trace, with a line on stderr about what a reader must know of it."""

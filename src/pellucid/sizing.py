@@ -6,14 +6,14 @@ that of the model *as the engine holds it*: in its files' formats where the kern
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pellucid.core.errors import ConfigError, ModelError
+from pellucid.core.errors import ConfigError
 from pellucid.kernels.processors import native
 from pellucid.models.gguf_header import read_gguf_header
+from pellucid.models.json_object import read_object
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.fit import FREE_SHARE, cache_memory
 from pellucid.planner.formats import number_format
@@ -43,15 +43,7 @@ def shape_at(path: Path, *, name: str | None = None) -> ModelShape:
 
 def shape_in(path: Path, *, name: str) -> ModelShape:
     """The shape that a config.json describes. Raises ModelError."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror}); a model directory has a config.json") from None
-    except ValueError as error:
-        raise ModelError(f"{path}: not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path}: holds a {type(config).__name__}; a JSON object is needed")
-    return shape_from_config(config, name=name, origin=str(path))
+    return shape_from_config(read_object(path), name=name, origin=str(path))
 
 
 def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
@@ -88,24 +80,28 @@ def cache_bytes(
                 f"how much memory is free on {runtime.device} is not known; pass --kv-memory with a size, such as 2GiB"
             )
         return asked
-    profile = default_path(environment)
-    host = Device(
-        "this-machine",
-        "this machine",
-        memory=free if asked else int(free * FREE_SHARE),
-        runtime_memory=read_profile(profile).process_bytes if profile.exists() else None,
-    )
+    host = host_device(free if asked else int(free * FREE_SHARE), environment)
     return cache_memory(served_shape(path, runtime), host, batching, kv_bytes=asked or None, context=context)
+
+
+def host_device(num_bytes: int, environment: Mapping[str, str]) -> Device:
+    """This machine's memory as a device of `num_bytes`, with what its profile knows of a serving process."""
+    path = default_path(environment)
+    profile = read_profile(path) if path.exists() else None
+    process = profile.process_bytes if profile is not None and profile.accelerator is None else None
+    return Device("this-machine", "this machine", memory=num_bytes, runtime_memory=process)
 
 
 def engine_prior(path: Path, runtime: RuntimeConfig, environment: Mapping[str, str]) -> StepTimePrior:
     """What this engine's steps are expected to take. A profile counts where it was measured as this engine runs: best
     kernels, as many threads."""
-    profile = default_path(environment)
+    path_of_profile = default_path(environment)
     as_measured = _runs_native(runtime) and runtime.isa == "auto" and not runtime.deterministic
-    device = read_profile(profile).device() if as_measured and profile.exists() else None
-    if device is not None and read_profile(profile).num_threads != runtime.threads:
-        device = None
+    device = None
+    if as_measured and path_of_profile.exists():
+        profile = read_profile(path_of_profile)
+        if profile.accelerator is None and profile.num_threads == runtime.threads:
+            device = profile.device()
     return step_time_prior(served_shape(path, runtime), device, num_cores=runtime.threads)
 
 

@@ -121,6 +121,24 @@ def test_runs_of_several_loads_compare_load_by_load(server: FakeServer, tmp_path
     assert "prompt tokens per second" in run("report", *files).stdout
 
 
+def test_runs_side_by_side_are_one_page_that_needs_nothing_else(server: FakeServer, tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    for name in ("first", "second<b>"):
+        run("bench", server.url, "-w", "single,prefill", "--no-warmup", "-o", tmp_path / name)
+    files = [tmp_path / f"{name}-{load}.json" for name in ("first", "second<b>") for load in ("prefill", "single")]
+    run("report", *files, "--html", tmp_path / "both.html")
+    page = (tmp_path / "both.html").read_text()
+    assert "<title>second&lt;b&gt; against first</title>" in page
+    assert "<script src=" not in page
+    assert page.count("Plotly.newPlot") == 2 * 2
+    for load in ("prefill", "single"):
+        assert f"<h2>{load}</h2>" in page
+    assert page.count("<h3>second&lt;b&gt; against first: the same requests, paired</h3>") == 2
+    assert "<td>prompt tokens per second</td>" in page
+    with pytest.raises(PellucidError, match="cannot be written"):
+        run("report", *files, "--html", tmp_path / "absent" / "page.html")
+
+
 def test_the_page_shows_what_a_load_is_for_and_what_failed(server: FakeServer, tmp_path: Path) -> None:
     pytest.importorskip("plotly")
     page = tmp_path / "page.html"

@@ -249,7 +249,7 @@ def test_advice_is_a_command_that_serve_accepts() -> None:
 
 def test_measuring_the_machine_alone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare = replace(PROFILE, linear=(), attention=())
-    monkeypatch.setattr(measure_command, "_machine", lambda bar: bare)
+    monkeypatch.setattr(measure_command, "_machine", lambda bar, device: bare)
     text = printed("measure none")
     assert "22 GB/s" in text
     assert read_profile(state) == bare

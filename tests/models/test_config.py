@@ -126,7 +126,7 @@ def test_unreadable_directories(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no config.json"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config.json cannot be read as JSON"):
+    with pytest.raises(ModelError, match=r"config.json: cannot be read as JSON"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelError, match="holds a list; a JSON object is needed"):

@@ -192,7 +192,9 @@ async def test_a_whole_replay_and_its_document() -> None:
     assert document["cached"]["expected"] == pytest.approx(7 * 32 / 320)
     assert document["cached"]["observed"] is None, "the server does not tell"
     assert set(document["tenants"]) == {"t0", "t1"}
-    assert set(document["compat"]) == {"vllm", "sglang", "aiperf", "guidellm"}
+    assert set(document["compat"]) == {
+        "vllm", "sglang", "aiperf", "guidellm", "inference-perf", "genai-bench", "llmperf",
+    }  # fmt: skip
     assert document["schedule_sha256"] == Replay("made", rows, 16, Pacing(speed=2.0)).schedule_digest()
     assert document["schedule_sha256"] != Replay("made", rows, 16).schedule_digest()
     prompts = [body["prompt"].split() for body in server.bodies[-8:]]

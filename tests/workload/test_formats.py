@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pellucid.workload import formats
 from pellucid.workload.formats import ReadOptions, open_trace
 from pellucid.workload.formats.source import Member, rows
 from pellucid.workload.trace import (
@@ -301,3 +302,36 @@ def test_every_shared_trace_loads(shared_traces: Path) -> None:
     }
     counts = {name: sum(1 for _ in open_trace(shared_traces / name, options=BYTES)) for name in expected}
     assert counts == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["mooncake_conversation_300.jsonl", "mooncake_synthetic_150.jsonl.gz", "azure_2023_conv_300.csv"]
+)
+def test_the_share_that_was_read_rises_to_one(data: Path, name: str) -> None:
+    trace = open_trace(data / name, options=BYTES)
+    for _ in range(2):
+        shares = [trace.share_read for _ in trace]
+        assert shares == sorted(shares)
+        assert shares[0] >= 0.0
+        assert trace.share_read == 1.0
+
+
+def test_an_archive_counts_as_one_file(data: Path) -> None:
+    trace = open_trace(data / "lmcache_agent_3_sessions.tar.gz", options=BYTES)
+    shares = [trace.share_read for _ in trace]
+    assert shares == sorted(shares)
+    assert trace.share_read == 1.0
+
+
+def test_client_profiles_stand_for_their_first_requests(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = data / "servegen_r1_2_clients.tar.gz"
+    whole = list(open_trace(path))
+    assert "all " in (open_trace(path).note or "")
+    monkeypatch.setattr(formats, "SERVEGEN_ROWS", 20)
+    trace = open_trace(path)
+    assert list(trace) == whole[:20]
+    assert trace.share_read == 1.0
+    assert trace.header.transforms == (Transform("synth-servegen", {"seed": 0, "requests": 20}),)
+    assert "the first 20 of about" in (trace.note or "")
+    clients_expected = int((trace.note or "").partition("of about ")[2].partition(" requests")[0].replace(",", ""))
+    assert len(whole) == pytest.approx(clients_expected, rel=0.2)

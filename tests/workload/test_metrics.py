@@ -149,6 +149,24 @@ def test_a_late_done_moves_nothing_but_the_tools_that_count_it() -> None:
     columns = compat_columns([record])
     assert columns["vllm"]["e2el"].max == 2.0
     assert columns["sglang"]["e2el"].max == 9.0
+    assert [columns["inference-perf"][name].max for name in ("ttft", "tpot", "ntpot", "request_latency")] == [
+        1.0, 1.0, 4.5, 9.0,
+    ]  # fmt: skip
+    assert columns["genai-bench"]["tpot"].max == 8.0, "until the stream has ended"
+    assert columns["llmperf"]["inter_token_latency"].max == 1.0, "the wait for the first token is in it"
+    assert columns["llmperf"]["end_to_end_latency"].max == 9.0
+
+
+def test_goodput_as_other_tools_count_it() -> None:
+    """Two answers within the bounds, one of them of a single token, and one too slow between tokens."""
+    quick = play((0.1, sse(text("a", 1))), (0.2, sse(text("b", 1, "stop"))), (0.2, sse(usage(2)) + sse(b"[DONE]")))
+    single = play((0.1, sse(text("a", 1, "stop"))), (0.2, sse(usage(1)) + sse(b"[DONE]")))
+    slow = play((0.1, sse(text("a", 1))), (2.0, sse(text("b", 1, "stop"))), (2.0, sse(usage(2)) + sse(b"[DONE]")))
+    records = [record_of(stream) for stream in (quick, single, slow)]
+    columns = compat_columns(records, SLO(ttft=0.5, tpot=0.5))
+    assert columns["vllm"]["goodput"] == pytest.approx(2 / 2.0), "over the whole run; one token counts as TPOT 0"
+    assert columns["inference-perf"]["goodput_percentage"] == pytest.approx(100 / 3), "one token has no TPOT: missed"
+    assert "goodput" not in compat_columns(records)["vllm"]
 
 
 def test_counts_from_continuous_usage() -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 import typer
@@ -18,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pellucid.cli import bench_view
 from pellucid.cli.bench_load import Described, Load, named_load, synthetic_load, trace_load
+from pellucid.cli.options import flag, flag_options
 from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
 from pellucid.cli.tokenizing import encoder
 from pellucid.cli.trace import print_json
@@ -33,95 +35,122 @@ from pellucid.workload.workloads import NAMED, Pacing
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadFlags:
+    """What is sent, and when."""
+
+    workload: str = flag("", f"Named loads, separated by commas: {', '.join(NAMED)}.", flag="--workload -w")
+    trace: Path | None = flag(None, "Replay a trace of any known format.", metavar="FILE")
+    rate: float | None = flag(None, "Requests a second (a trace is sped up or slowed down to it).")
+    speed: float = flag(1.0, "Divide a trace's times by this.")
+    requests: int | None = flag(None, "At most so many requests.", min=1)
+    duration: float = flag(30.0, "Seconds measured, of a synthetic load.")
+    ramp: float = flag(0.0, "Seconds at the start that load the server but are not measured.")
+    arrivals: str = flag("poisson", "Of a synthetic load; see `pellucid trace synth --help`.")
+    input_len: str = flag("256", "N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MAX].")
+    output_len: str = flag("64", "The same.")
+    pattern: str = flag("independent", "What prompts share; see `pellucid trace synth --help`.")
+    tenants: str = flag("", "Names with weights: a=2,b=1.")
+    concurrency: int | None = flag(None, "Closed loop: so many users who wait for answers.", min=1)
+    think_time: str = flag("0s", "Closed loop: pause between the turns of a session.")
+    seed: int = flag(0, "Of a synthetic load's schedule.")
+
+    @property
+    def names(self) -> list[str]:
+        """The named loads."""
+        return [name for name in self.workload.split(",") if name]
+
+    @property
+    def kind(self) -> str:
+        """What decides which of the flags mean something."""
+        return "named workload" if self.names else "trace" if self.trace is not None else "synthetic load"
+
+    def loads(self, tokenizer: str | None) -> list[Load]:
+        """The loads that the flags describe."""
+        think = parse_seconds(self.think_time)
+        pacing = Pacing(speed=self.speed, ramp=self.ramp, concurrency=self.concurrency, think_seconds=think)
+        if self.names:
+            return [named_load(name) for name in self.names]
+        if self.trace is not None:
+            return [trace_load(self.trace, encoder(tokenizer), pacing, self.rate, self.requests)]
+        described = Described(self.arrivals, self.input_len, self.output_len, self.pattern, self.tenants, self.seed)
+        return [synthetic_load(described, pacing, self.rate, self.duration, self.requests)]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFlags:
+    """How the server is spoken to."""
+
+    model: str = flag("", "Model name to ask for (default: the first one listed).")
+    endpoint: str = flag("completions", "completions or chat.")
+    prompts: str = flag("text", "text, or ids (exact lengths; needs the target's tokenizer).")
+    tokenizer: str | None = flag(None, TOKENIZER_HELP)
+    api_key: str = flag("", "Bearer token.", envvar="PELLUCID_BENCH_API_KEY")
+    body: str = flag("{}", "Fields added to every request's body.", metavar="JSON")
+    timeout: str = flag("600s", "Longest time for one request.")
+
+    def target(self, url: str) -> Target:
+        """The server at `url`. Raises ConfigError."""
+        if self.endpoint not in ("completions", "chat"):
+            raise ConfigError(f"--endpoint {self.endpoint!r}: expected completions or chat")
+        return Target(
+            url=url,
+            model=self.model,
+            endpoint=cast(Any, self.endpoint),
+            api_key=self.api_key,
+            timeout=parse_seconds(self.timeout),
+            extra=_extra(self.body),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RunFlags:
+    """How often it is sent, and how it is judged."""
+
+    slo: str | None = flag(None, "What a good request keeps: ttft=2s,itl=100ms,stall=1s,e2e=30s.")
+    find_capacity: bool = flag(False, "Search the highest rate that keeps the SLO.", flag="--find-capacity")
+    attain: float = flag(0.99, "Share of offered requests that must be good.")
+    repeats: int = flag(3, "Runs at each rate of a search or sweep.", min=1)
+    sweep: str | None = flag(None, "Measure several rates: rate=1:20, rate=1:20:8, rate=1,2,5.")
+    salt: str = flag("", "Of the prompts' words; a fresh one is drawn otherwise.")
+    warmup: bool = flag(True, "Send a few other requests first.", flag="--warmup/--no-warmup")
+    compat: bool = flag(False, "Add what other tools would print from the same bytes.", flag="--compat")
+
+    def options(self) -> RunOptions:
+        """For the runs. Raises ConfigError."""
+        objective = SLO.parse(self.slo) if self.slo else None
+        if self.find_capacity and objective is None:
+            raise ConfigError("--find-capacity needs --slo: without one every rate is good")
+        return RunOptions(slo=objective, salt=self.salt, warmup=self.warmup, compat=self.compat)
+
+
+@flag_options(LoadFlags, ServerFlags, RunFlags)
 def bench(
     context: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="The server, such as http://127.0.0.1:8000.")],
-    workload: Annotated[
-        str, typer.Option("--workload", "-w", help=f"Named loads, separated by commas: {', '.join(NAMED)}.")
-    ] = "",
-    trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Replay a trace of any known format.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second (a trace is sped up or slowed down to it).")
-    ] = None,
-    speed: Annotated[float, typer.Option(help="Divide a trace's times by this.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
-    duration: Annotated[float, typer.Option(help="Seconds measured, of a synthetic load.")] = 30.0,
-    ramp: Annotated[float, typer.Option(help="Seconds at the start that load the server but are not measured.")] = 0.0,
-    arrivals: Annotated[str, typer.Option(help="Of a synthetic load; see `pellucid trace synth --help`.")] = "poisson",
-    input_len: Annotated[str, typer.Option(help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MAX].")] = "256",
-    output_len: Annotated[str, typer.Option(help="The same.")] = "64",
-    pattern: Annotated[
-        str, typer.Option(help="What prompts share; see `pellucid trace synth --help`.")
-    ] = "independent",
-    tenants: Annotated[str, typer.Option(help="Names with weights: a=2,b=1.")] = "",
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many users who wait for answers.")
-    ] = None,
-    think_time: Annotated[str, typer.Option(help="Closed loop: pause between the turns of a session.")] = "0s",
-    slo: Annotated[
-        str | None, typer.Option(help="What a good request keeps: ttft=2s,itl=100ms,stall=1s,e2e=30s.")
-    ] = None,
-    find_capacity: Annotated[
-        bool, typer.Option("--find-capacity", help="Search the highest rate that keeps the SLO.")
-    ] = False,
-    attain: Annotated[float, typer.Option(help="Share of offered requests that must be good.")] = 0.99,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs at each rate of a search or sweep.")] = 3,
-    sweep: Annotated[
-        str | None, typer.Option(help="Measure several rates: rate=1:20, rate=1:20:8, rate=1,2,5.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model name to ask for (default: the first one listed).")] = "",
-    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    prompts: Annotated[str, typer.Option(help="text, or ids (exact lengths; needs the target's tokenizer).")] = "text",
-    tokenizer: Annotated[str | None, typer.Option(help=TOKENIZER_HELP)] = None,
-    api_key: Annotated[str, typer.Option(envvar="PELLUCID_BENCH_API_KEY", help="Bearer token.")] = "",
-    body: Annotated[str, typer.Option(metavar="JSON", help="Fields added to every request's body.")] = "{}",
-    timeout: Annotated[str, typer.Option(help="Longest time for one request.")] = "600s",
-    seed: Annotated[int, typer.Option(help="Of a synthetic load's schedule.")] = 0,
-    salt: Annotated[str, typer.Option(help="Of the prompts' words; a fresh one is drawn otherwise.")] = "",
-    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Send a few other requests first.")] = True,
-    compat: Annotated[
-        bool, typer.Option("--compat", help="Add what other tools would print from the same bytes.")
-    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="STEM", help="Write STEM.json and STEM.requests.jsonl.")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
+    *,
+    load: LoadFlags,
+    server: ServerFlags,
+    measured: RunFlags,
 ) -> None:
     """Measure a server: time to first token, between tokens, throughput, goodput. See docs/benchmarking.md."""
-    target = Target(
-        url=url,
-        model=model,
-        endpoint=_endpoint(endpoint),
-        api_key=api_key,
-        timeout=parse_seconds(timeout),
-        extra=_extra(body),
-    )
-    objective = SLO.parse(slo) if slo else None
-    names = [name for name in workload.split(",") if name]
-    _refuse_idle_options(context, "named workload" if names else "trace" if trace is not None else "synthetic load")
-    if find_capacity and objective is None:
-        raise ConfigError("--find-capacity needs --slo: without one every rate is good")
-    pacing = Pacing(speed=speed, ramp=ramp, concurrency=concurrency, think_seconds=parse_seconds(think_time))
-    if names:
-        loads = [named_load(name) for name in names]
-    elif trace is not None:
-        loads = [trace_load(trace, encoder(tokenizer), pacing, rate, requests)]
-    else:
-        described = Described(arrivals, input_len, output_len, pattern, tenants, seed)
-        loads = [synthetic_load(described, pacing, rate, duration, requests)]
-    settings = RunOptions(slo=objective, salt=salt, warmup=warmup, compat=compat)
-    session = _Session(target, settings, prompts, tokenizer)
-    if find_capacity:
+    target = server.target(url)
+    _refuse_idle_options(context, load.kind)
+    settings = measured.options()
+    loads = load.loads(server.tokenizer)
+    session = _Session(target, settings, server.prompts, server.tokenizer)
+    if measured.find_capacity:
         lowest = loads[0].lowest_rate
-        search = CapacitySearch(attain=attain, repeats=repeats, first=max(1.0, lowest), lowest=lowest)
+        search = CapacitySearch(attain=measured.attain, repeats=measured.repeats, first=max(1.0, lowest), lowest=lowest)
         _finish_many(_run(session.find_capacity(loads[0], search)), output, as_json, bench_view.print_capacity)
-    elif sweep:
-        _finish_many(
-            _run(session.sweep(loads[0], sweep_rates(sweep), repeats)), output, as_json, bench_view.print_sweep
-        )
+    elif measured.sweep:
+        points = _run(session.sweep(loads[0], sweep_rates(measured.sweep), measured.repeats))
+        _finish_many(points, output, as_json, bench_view.print_sweep)
     else:
         _finish_runs(_run(session.measure(loads)), output, html, as_json)
 
@@ -181,22 +210,23 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN.json...", help="Two or more summaries; the first of each load is its base."),
     ],
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write one page with tables and figures.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """Compare runs: ratios to the first with 95 % intervals, paired by request where both sent the same load."""
     if len(files) < 2:
         raise ConfigError("report compares two or more runs; give it two .json files written by `pellucid bench -o`")
-    document = {"comparisons": compare_all([load_run(file) for file in files])}
+    runs = [load_run(file) for file in files]
+    document = {"comparisons": compare_all(runs)}
+    if html is not None:
+        from pellucid.workload.report import write_comparison
+
+        write_comparison(html, runs, document["comparisons"])
+        typer.echo(f"wrote {html}", err=True)
     if as_json:
         print_json(document)
     else:
         bench_view.print_comparison(document)
-
-
-def _endpoint(name: str) -> Any:
-    if name not in ("completions", "chat"):
-        raise ConfigError(f"--endpoint {name!r}: expected completions or chat")
-    return name
 
 
 def _extra(text: str) -> dict[str, Any]:

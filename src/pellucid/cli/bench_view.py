@@ -8,7 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from pellucid.cli.trace_view import console, table
+from pellucid.workload.compare import ratio_rows
 from pellucid.workload.metrics import Summary
+from pellucid.workload.report import ratio_cells, seconds
 
 _ROWS = (
     ("ttft", "TTFT"),
@@ -20,13 +22,6 @@ _ROWS = (
     ("ttft_send", "TTFT from sending"),
     ("send_lag", "send lag (client)"),
 )
-
-
-def seconds(value: float | None) -> str:
-    """A duration for people."""
-    if value is None:
-        return "none"
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
 
 
 def print_run(document: dict[str, Any]) -> None:
@@ -62,7 +57,10 @@ def print_run(document: dict[str, Any]) -> None:
     if document["num_counts_unknown"]:
         out.print(f"{document['num_counts_unknown']:,} replies did not tell tokens per chunk: no ITL for them")
     for tool, columns in document.get("compat", {}).items():
-        parts = (f"{name} {seconds(value.p50)} / {seconds(value.p99)}" for name, value in columns.items())
+        parts = (
+            f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {seconds(value.p50)} / {seconds(value.p99)}"
+            for name, value in columns.items()
+        )
         out.print(f"as {tool} prints it: " + ", ".join(parts))
     if _any_low(document):
         out.print("* too few values behind this percentile")
@@ -141,32 +139,6 @@ def print_comparison(document: dict[str, Any]) -> None:
         if not comparison["valid"]:
             out.print("[bold red]at least one of the runs is invalid[/bold red]")
         rows = table("", "n", "base", "other", "ratio", "95 % interval")
-        for name, ratio in comparison["ratios"].items():
-            for key in ("p50", "p99"):
-                if key in ratio:
-                    value = ratio[key]
-                    cells = (seconds(value["base"]), seconds(value["other"]), *_ratio(value))
-                    rows.add_row(f"{name} {key}", f"{ratio['n']:,}", *cells)
-            if "paired_median_ratio" in ratio:
-                rows.add_row(
-                    f"{name}, median of pairs", f"{ratio['n']:,}", "", "", *_ratio(ratio["paired_median_ratio"])
-                )
-            if "base" in ratio:
-                rows.add_row(
-                    name.replace("_", " "), "", f"{ratio['base']:,.4g}", f"{ratio['other']:,.4g}", *_ratio(ratio)
-                )
-        for name, ratio in comparison["highlights"].items():
-            show = seconds if ratio["seconds"] else _number
-            rows.add_row(name.replace("_", " "), "", show(ratio["base"]), show(ratio["other"]), *_ratio(ratio))
+        for row in ratio_rows(comparison):
+            rows.add_row(*ratio_cells(row))
         out.print(rows)
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:,.4g}"
-
-
-def _ratio(value: dict[str, Any]) -> tuple[str, str]:
-    if value["ratio"] is None:
-        return "", ""
-    low, high = value.get("low"), value.get("high")
-    return f"{value['ratio']:.3f}", f"{low:.3f} to {high:.3f}" if low is not None else ""

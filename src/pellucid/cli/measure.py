@@ -40,6 +40,9 @@ def measure(
     model: Annotated[
         str, typer.Argument(help="The model whose steps are timed, as for `serve`; `none` measures the machine alone.")
     ] = DEFAULT_MODEL,
+    device: Annotated[
+        str, typer.Option(help="What to measure: cpu, or a GPU by PyTorch's name (cuda, cuda:1).")
+    ] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Where the profile goes (default: the state directory).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as one JSON document.")] = False,
 ) -> None:
@@ -49,7 +52,7 @@ def measure(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
-        profile = _machine(bar)
+        profile = _machine(bar, device)
         write_profile(profile, path)  # stands even where the engine cannot be timed
         if model != NO_MODEL:
             profile = _with_engine(profile, model, bar)
@@ -90,11 +93,20 @@ def machine_rates(profile: MachineProfile) -> Iterator[tuple[str, str, float]]:
             yield label, format_rate(rate.rate), rate.spread
 
 
-def _machine(bar: Progress) -> MachineProfile:
-    from pellucid.runtime.measure import measure_machine
-
+def _machine(bar: Progress, device: str) -> MachineProfile:
     task = bar.add_task("machine", total=1.0)
-    row = measure_machine(progress=lambda share: bar.update(task, completed=share))
+
+    def progress(share: float) -> None:
+        bar.update(task, completed=share)
+
+    if device == "cpu":
+        from pellucid.runtime.measure import measure_machine
+
+        row = measure_machine(progress=progress)
+    else:
+        from pellucid.runtime.measure_gpu import Cuda, measure_accelerator
+
+        row = measure_accelerator(Cuda(device), progress=progress)
     stamp = {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": _versions(),
@@ -107,7 +119,7 @@ def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineP
     shape, loaded = load_shape(model), load_model(model, progress=False)
     batches = standard_batches(loaded.config.max_context)
     num_tokens = _BLOCK_SIZE * max(b.num_blocks(_BLOCK_SIZE) for b in batches)
-    settings = EngineSettings(block_size=_BLOCK_SIZE)
+    settings = EngineSettings(block_size=_BLOCK_SIZE, device=profile.accelerator or "cpu")
     token_bytes = loaded.config.cache_spec(settings.runtime().element_bytes).bytes_per_token
     settings = replace(settings, kv_memory=num_tokens * token_bytes)
     loading = bar.add_task(f"load {shape.name}")

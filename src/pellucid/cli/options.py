@@ -1,8 +1,8 @@
 """Flags made from the fields of frozen settings classes, so that a setting is written once.
 
-A field `kv_memory` is the flag `--kv-memory`, the variable `PELLUCID_KV_MEMORY` and the key `kv_memory` (or
-`kv-memory`) of `--config FILE.toml`; a flag wins over the variable, which wins over the file, which wins over the
-default.
+With `settings_options` a field `kv_memory` is the flag `--kv-memory`, the variable `PELLUCID_KV_MEMORY` and the key
+`kv_memory` (or `kv-memory`) of `--config FILE.toml`; a flag wins over the variable, which wins over the file, which
+wins over the default. With `flag_options` it is the flag alone: for what belongs to one call of a command.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import functools
 import inspect
 import tomllib
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -26,12 +26,27 @@ def settings_options(*classes: type[Any]) -> Callable[[Callable[..., Any]], Call
     The command's last parameters, one per class in order, receive the built objects. A value that a class
     refuses becomes a usage error of one line.
     """
+    return _options_of(classes, settings=True)
 
+
+def flag_options(*classes: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The same with flags only: no variables and no `--config`."""
+    return _options_of(classes, settings=False)
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """A field that becomes a flag. `more`: its spelling where the field's name is not it ("--workload -w"), `metavar`,
+    `min`, `envvar`."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def _options_of(classes: tuple[type[Any], ...], *, settings: bool) -> Callable[..., Callable[..., Any]]:
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         (*own,) = inspect.signature(command, eval_str=True).parameters.values()
         own, taken = own[: -len(classes)], [parameter.name for parameter in own[-len(classes) :]]
         flags = {cls: [f for f in fields(cls) if "help" in f.metadata] for cls in classes}
-        parameters = own + [_parameter(cls, f) for cls, fs in flags.items() for f in fs] + [_config_parameter()]
+        parameters = own + [_parameter(cls, f, settings) for cls, fs in flags.items() for f in fs]
+        parameters += [_config_parameter()] if settings else []
 
         @functools.wraps(command)
         def run(**values: Any) -> Any:
@@ -46,15 +61,17 @@ def settings_options(*classes: type[Any]) -> Callable[[Callable[..., Any]], Call
     return decorate
 
 
-def _parameter(cls: type[Any], setting: Field[Any]) -> inspect.Parameter:
+def _parameter(cls: type[Any], setting: Field[Any], from_environment: bool) -> inspect.Parameter:
     assert setting.default is not MISSING, f"{cls.__name__}.{setting.name} needs a default"
     meta = setting.metadata
     kind = get_type_hints(cls)[setting.name]
     options: dict[str, Any] = {
         "help": meta["help"],
-        "envvar": f"PELLUCID_{setting.name.upper()}",
+        "envvar": f"PELLUCID_{setting.name.upper()}" if from_environment else meta.get("envvar"),
         "show_envvar": False,
         "rich_help_panel": meta.get("panel"),
+        "min": meta.get("min"),
+        "metavar": meta.get("metavar"),
     }
     if "parser" in meta:
         options |= {
@@ -62,12 +79,12 @@ def _parameter(cls: type[Any], setting: Field[Any]) -> inspect.Parameter:
             "metavar": meta.get("metavar", "SIZE"),
             "show_default": meta["shown"],
         }
-    flag = meta.get("flag", f"--{setting.name.replace('_', '-')}")
+    flags = meta.get("flag", f"--{setting.name.replace('_', '-')}").split()
     return inspect.Parameter(
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=setting.default,
-        annotation=Annotated[kind, typer.Option(flag, **options)],
+        annotation=Annotated[kind, typer.Option(*flags, **options)],
     )
 
 

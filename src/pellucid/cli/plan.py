@@ -29,7 +29,7 @@ from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.quantity import parse_bytes, parse_count, parse_flops, parse_rate, parse_seconds
 from pellucid.planner.shape import ModelShape
 from pellucid.runtime.machine import available_bytes
-from pellucid.sizing import shape_at, shape_in
+from pellucid.sizing import host_device, shape_at, shape_in
 
 THIS_MACHINE = "this-machine"
 
@@ -155,16 +155,12 @@ def fit(
     """What to pass to `pellucid serve` on this machine, and how many sequences that holds."""
     if memory is not None and kv_memory is not None:
         raise ConfigError("--memory and --kv-memory both say how much to use; pass one of them")
-    shape, profile = load_shape(model), default_path(os.environ)
+    shape = load_shape(model)
+    usable = int(free_memory() * FREE_SHARE) if memory is None else parsed("--memory", memory, parse_bytes)
     advice = fit_serve(
         shape if dtype is None else shape.stored_as(dtype),
         model,
-        Device(
-            "this-machine",
-            "this machine",
-            memory=int(free_memory() * FREE_SHARE) if memory is None else parsed("--memory", memory, parse_bytes),
-            runtime_memory=read_profile(profile).process_bytes if profile.exists() else None,
-        ),
+        host_device(usable, os.environ),
         kv_bytes=optional("--kv-memory", kv_memory, parse_bytes),
         context=optional("--context", context, parse_count),
     )

@@ -1,11 +1,22 @@
-"""Progress on stderr: a line that is replaced while something loads, and plain lines where stderr is no terminal."""
+"""Progress on stderr: a line that is replaced while something loads, and plain lines where stderr is no terminal; and
+bars for what takes minutes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.status import Status
 
 stderr = Console(stderr=True, highlight=False)
@@ -36,3 +47,24 @@ def loading(text: str) -> Iterator[Loading]:
         return
     with stderr.status(text) as status:
         yield Loading(status)
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str, float], None]]:
+    """One bar a stage: call what is yielded with the stage and the share of it that is done. A new stage ends the one
+    before it. Silent where stderr is no terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with Progress(*columns, *times, console=stderr, disable=not stderr.is_terminal) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def tell(stage: str, share: float) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    bars.update(task, completed=1.0)
+                tasks[stage] = bars.add_task(stage, total=1.0)
+            bars.update(tasks[stage], completed=share)
+
+        yield tell
+        for task in tasks.values():
+            bars.update(task, completed=1.0)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
-from rich.console import Console
 
 from pellucid.cli import trace_view
+from pellucid.cli.options import flag, flag_options
+from pellucid.cli.progress import loading, progress_bars
 from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
 from pellucid.cli.tokenizing import encoder
 from pellucid.core.errors import ConfigError
 from pellucid.workload import synthetic, transforms
-from pellucid.workload.analyze import Ceilings, Progress, Question, analyze
+from pellucid.workload.analyze import Ceilings, Question, analyze
 from pellucid.workload.formats import ReadOptions, TraceFile, format_names, open_trace, servegen
 from pellucid.workload.formats.source import members
 from pellucid.workload.lint import clock_tick, lint
@@ -37,9 +38,6 @@ app = typer.Typer(no_args_is_help=True, help="Read, check, change, analyse and m
 
 Input = Annotated[Path, typer.Argument(metavar="FILE", help="A trace of any known format, plain, .gz or .tar.gz.")]
 Output = Annotated[str, typer.Option("--output", "-o", metavar="FILE", help="Where to write (.gz packs; - is stdout).")]
-FormatName = Annotated[
-    str | None, typer.Option("--format", help=f"Refuse another format: {', '.join(format_names())}.")
-]
 TokenizerName = Annotated[str | None, typer.Option("--tokenizer", help=TOKENIZER_HELP)]
 BlockSize = Annotated[int, typer.Option("--block-size", min=1, help="Tokens per block where ids are made from tokens.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Count bad rows and go on.")]
@@ -47,10 +45,22 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON document.")]
 Seed = Annotated[int, typer.Option("--seed", help="Equal seeds give equal rows.")]
 
 
-def read(file: Path, format_name: str | None, tokenizer: str | None, block_size: int, skip_bad: bool) -> TraceFile:
-    """A trace as the common options describe it."""
-    options = ReadOptions(encode=encoder(tokenizer), block_size=block_size, skip_bad=skip_bad)
-    return open_trace(file, format_name=format_name, options=options)
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How a trace is to be read."""
+
+    format_name: str | None = flag(None, f"Refuse another format: {', '.join(format_names())}.", flag="--format")
+    tokenizer: str | None = flag(None, TOKENIZER_HELP)
+    block_size: int = flag(DEFAULT_BLOCK_SIZE, "Tokens per block where ids are made from tokens.", min=1)
+    skip_bad: bool = flag(False, "Count bad rows and go on.", flag="--skip-bad")
+
+    def open(self, file: Path) -> TraceFile:
+        """The trace, with a line on stderr about what a reader must know of it."""
+        options = ReadOptions(encode=encoder(self.tokenizer), block_size=self.block_size, skip_bad=self.skip_bad)
+        trace = open_trace(file, format_name=self.format_name, options=options)
+        if trace.note is not None:
+            typer.echo(f"note: {trace.note}", err=True)
+        return trace
 
 
 def print_json(document: Any) -> None:
@@ -58,31 +68,18 @@ def print_json(document: Any) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
 
 
-@contextmanager
-def progress_line(label: str) -> Iterator[Progress]:
-    """A status line on stderr while something long runs; silent where stderr is not a terminal."""
-    console = Console(stderr=True)
-    with console.status(label) as status:
-
-        def tell(stage: str, share: float) -> None:
-            done = f"{share:.0%}" if share <= 1 else f"{share:,.0f} rows"
-            status.update(f"{label}: {stage} {done}")
-
-        yield tell
-
-
 @app.command("lint")
+@flag_options(Reading)
 def lint_command(
     file: Input,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
     as_json: AsJson = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Say what is wrong with a trace, what it does to results, and what mends it. Exit status 1 if anything is."""
-    trace = read(file, format_name, tokenizer, block_size, skip_bad)
-    report = lint(trace)
+    trace = reading.open(file)
+    with progress_bars() as progress:
+        report = lint(trace, progress)
     if as_json:
         findings = [finding._asdict() for finding in report.findings]
         print_json({"trace": str(file), "format": trace.format_name, **report._asdict(), "findings": findings})
@@ -92,6 +89,7 @@ def lint_command(
 
 
 @app.command("analyze")
+@flag_options(Reading)
 def analyze_command(
     file: Input,
     model: Annotated[
@@ -104,18 +102,16 @@ def analyze_command(
         str, typer.Option("--cache-sizes", metavar="N,N,...", help="Points of the capacity curve, in tokens.")
     ] = "",
     engine_block: Annotated[int, typer.Option("--engine-block", min=1, help="Block size of the engine in mind.")] = 16,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
     as_json: AsJson = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Lengths, arrivals, sessions, prefix reuse by each definition, the capacity curve, and the ladder of ceilings."""
-    trace = read(file, format_name, tokenizer, block_size, skip_bad)
+    trace = reading.open(file)
     sizes = tuple(_tokens(part) for part in cache_sizes.split(",")) if cache_sizes else ()
     question = Question(exact, sizes, engine_block, _ceilings(model, hardware))
-    with progress_line(f"analysing {file.name}") as tell:
-        result = analyze(trace, question, tell)
+    with progress_bars() as progress:
+        result = analyze(trace, question, progress)
     document = {**result.document, "model": model, "hardware": hardware}
     if html is not None:
         from pellucid.workload.report import write_analysis
@@ -155,24 +151,23 @@ def _ceilings(model: str | None, hardware: str | None) -> Ceilings | None:
 def _write(target: str, stage: Stage) -> None:
     """Write a stage; a summary line goes to stderr."""
     where = sys.stdout.buffer if target == "-" else target
-    with progress_line("writing"):
+    with loading("writing"):
         num_rows = write_trace(where, stage.header, stage.rows)
     typer.echo(f"wrote {num_rows:,} requests to {'stdout' if target == '-' else target}", err=True)
 
 
-def _transform(
-    file: Path, target: str, options: tuple[str | None, str | None, int, bool], change: Callable[[Stage, str], Stage]
-) -> None:
+def _transform(file: Path, target: str, reading: Reading, change: Callable[[Stage, str], Stage]) -> None:
     """Read, change, write; never onto the file that is being read."""
     if target != "-" and Path(target).exists() and Path(target).samefile(file):
         raise TraceError(f"{target} is the file that is read; write to another one")
-    trace = read(file, *options)
+    trace = reading.open(file)
     _write(target, change(Stage(trace.header, trace), file_sha256(file)))
     if trace.num_skipped:
         typer.echo(f"skipped {trace.num_skipped:,} bad rows", err=True)
 
 
 @app.command()
+@flag_options(Reading)
 def convert(
     file: Input,
     output: Output,
@@ -184,10 +179,8 @@ def convert(
     drop_token_ids: Annotated[
         bool, typer.Option("--drop-token-ids", help="Keep only the hashes made from them.")
     ] = False,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Write any trace in our format, with repairs where asked for."""
     wanted = [
@@ -203,10 +196,11 @@ def convert(
             stage = step(stage, "") if asked else stage
         return stage
 
-    _transform(file, output, (format_name, tokenizer, block_size, skip_bad), change)
+    _transform(file, output, reading, change)
 
 
 @app.command("slice")
+@flag_options(Reading)
 def slice_command(
     file: Input,
     output: Output,
@@ -214,10 +208,8 @@ def slice_command(
     end: Annotated[float | None, typer.Option(help="Seconds, exclusive.")] = None,
     first: Annotated[int | None, typer.Option(min=0, help="Number of the first request.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Number of the last request, exclusive.")] = None,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Cut out a time span or a range of requests."""
     if (start, end, first, last) == (None, None, None, None):
@@ -225,54 +217,50 @@ def slice_command(
     _transform(
         file,
         output,
-        (format_name, tokenizer, block_size, skip_bad),
+        reading,
         lambda stage, source: transforms.slice_rows(stage, source, start=start, end=end, first=first, last=last),
     )
 
 
 @app.command()
+@flag_options(Reading)
 def scale(
     file: Input,
     output: Output,
     speed: Annotated[float | None, typer.Option(help="Divide all times by this.")] = None,
     rate: Annotated[float | None, typer.Option(help="Choose the speed that gives so many requests a second.")] = None,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Make a trace faster or slower and keep the shape of its bursts."""
     if (speed is None) == (rate is None):
         raise ConfigError("scale needs exactly one of --speed and --rate")
-    options = (format_name, tokenizer, block_size, skip_bad)
     if speed is None:
         assert rate is not None
-        times = _times(read(file, *options))
+        times = _times(reading.open(file))
         if len(times) < 2 or not times.max() > times.min():
             raise TraceError(f"{file}: all requests arrive at once, so no speed gives a rate; use `trace synth`")
         speed = float(rate * (times.max() - times.min()) / (len(times) - 1))
     factor = speed
-    _transform(file, output, options, lambda stage, source: transforms.scale(stage, source, speed=factor))
+    _transform(file, output, reading, lambda stage, source: transforms.scale(stage, source, speed=factor))
 
 
 @app.command()
+@flag_options(Reading)
 def dequantize(
     file: Input,
     output: Output,
     tick: Annotated[float | None, typer.Option(help="Seconds between ticks (default: found in the trace).")] = None,
     seed: Seed = 0,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Spread requests that a coarse clock put on one instant over the clock's tick."""
-    options = (format_name, tokenizer, block_size, skip_bad)
-    found = tick if tick is not None else clock_tick(_times(read(file, *options)))
+    found = tick if tick is not None else clock_tick(_times(reading.open(file)))
     if found is None:
         raise TraceError(f"{file}: the clock does not tick; pass --tick if it does all the same")
     width = found
-    _transform(file, output, options, lambda stage, source: transforms.dequantize(stage, source, tick=width, seed=seed))
+    _transform(file, output, reading, lambda stage, source: transforms.dequantize(stage, source, tick=width, seed=seed))
 
 
 def _times(trace: TraceFile) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -280,6 +268,7 @@ def _times(trace: TraceFile) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 
 @app.command()
+@flag_options(Reading)
 def sample(
     file: Input,
     output: Output,
@@ -287,16 +276,14 @@ def sample(
     drop_empty: Annotated[bool, typer.Option("--drop-empty", help="Leave out rows without input or output.")] = False,
     drop_duplicates: Annotated[bool, typer.Option("--drop-duplicates", help="Leave out repeated rows.")] = False,
     seed: Seed = 0,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Keep a random share of whole sessions, and drop rows that cannot be served."""
     _transform(
         file,
         output,
-        (format_name, tokenizer, block_size, skip_bad),
+        reading,
         lambda stage, source: transforms.sample(
             stage, source, share=share, seed=seed, drop_empty=drop_empty, drop_duplicates=drop_duplicates
         ),
@@ -325,29 +312,28 @@ def merge(
         raise ConfigError(f"--offsets {offsets!r}: expected seconds separated by commas") from None
     if len(moves) != len(files):
         raise ConfigError(f"--offsets has {len(moves)} numbers, but there are {len(files)} files")
-    traces = [read(file, None, tokenizer, block_size, skip_bad) for file in files]
+    traces = [Reading(None, tokenizer, block_size, skip_bad).open(file) for file in files]
     stages = [Stage(trace.header, trace) for trace in traces]
     _write(output, transforms.merge(stages, [file_sha256(file) for file in files], tenants=names, offsets=moves))
 
 
 @app.command()
+@flag_options(Reading)
 def anonymize(
     file: Input,
     output: Output,
     key: Annotated[
         str | None, typer.Option(help="Secret that keeps ids comparable between files (default: drawn).")
     ] = None,
-    format_name: FormatName = None,
-    tokenizer: TokenizerName = None,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    skip_bad: SkipBad = False,
+    *,
+    reading: Reading,
 ) -> None:
     """Take out token ids, outcomes and unknown fields, and replace ids and names by keyed digests."""
     secret = key.encode() if key is not None else secrets.token_bytes(32)
     _transform(
         file,
         output,
-        (format_name, tokenizer, block_size, skip_bad),
+        reading,
         lambda stage, source: transforms.anonymize(stage, source, key=secret),
     )
 

@@ -7,7 +7,6 @@ refused here, by name, before a weight is touched.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import ModelError
+from pellucid.models.json_object import read_object
 from pellucid.models.weights.gguf import GgufFile
 
 # Hugging Face architecture -> GGUF architecture. Mistral files in GGUF call themselves llama.
@@ -128,11 +128,11 @@ def load_model_config(path: str | Path) -> ModelConfig:
 
 def config_from_directory(directory: Path) -> ModelConfig:
     """The configuration in `directory`/config.json, with end tokens also from the files beside it."""
-    row = _read_json(directory / "config.json")
-    if row is None:
+    if not (directory / "config.json").exists():
         raise ModelError(f"{directory} has no config.json; a model directory needs config.json and *.safetensors")
-    generation = _read_json(directory / "generation_config.json") or {}
-    tokenizer = _read_json(directory / "tokenizer_config.json") or {}
+    row = read_object(directory / "config.json")
+    generation = _object_if_any(directory / "generation_config.json")
+    tokenizer = _object_if_any(directory / "tokenizer_config.json")
     added = tokenizer.get("added_tokens_decoder") or {}
     eos_text = tokenizer.get("eos_token")
     eos_text = eos_text.get("content") if isinstance(eos_text, dict) else eos_text
@@ -320,14 +320,6 @@ def _integer(row: Mapping[str, Any], key: str) -> int:
     return int(row[key])
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, or None where there is no file."""
-    try:
-        row = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ModelError(f"{path} holds a {type(row).__name__}; a JSON object is needed")
-    return row
+def _object_if_any(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, an empty one where there is no file."""
+    return read_object(path) if path.exists() else {}

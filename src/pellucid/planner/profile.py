@@ -54,7 +54,8 @@ class MatrixPeak:
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """One machine's measurements. `linear` and `attention` are the engine's own kernels (empty where it has not been
+    """One machine's measurements. `accelerator` is the GPU (by PyTorch's name) whose memory and rates these are, None
+    for the processor. `linear` and `attention` are the engine's own kernels (empty where it has not been
     measured yet); `process_bytes` is what a serving process holds before weights and cache; `barrier_seconds` is how
     long the native threads take to wait for each other (None without them)."""
 
@@ -72,6 +73,7 @@ class MachineProfile:
     overheads: Overheads = field(default_factory=Overheads)
     linear: tuple[LinearRate, ...] = ()
     attention: tuple[AttentionRate, ...] = ()
+    accelerator: str | None = None
 
     @property
     def bandwidth(self) -> ReadBandwidth:
@@ -167,6 +169,7 @@ def _from_row(row: Mapping[str, Any]) -> MachineProfile:
         overheads=Overheads(**row.get("overheads", {})),
         linear=tuple(LinearRate(**r) for r in row.get("linear", ())),
         attention=tuple(AttentionRate(**r) for r in row.get("attention", ())),
+        accelerator=row.get("accelerator"),
     )
     if not profile.read_bandwidth:
         raise ValueError("no read bandwidth")

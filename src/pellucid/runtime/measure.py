@@ -67,7 +67,7 @@ def measure_machine(
     steps += [_multiplying(native, name, cores, seconds_each) for name in _NUMBER_FORMATS]
     steps += [_copying(native, seconds_each)]
     steps += [_waiting(native, seconds_each)] if native is not None else []
-    steps += [_loading] if whole else []
+    steps += [measure_disk] if whole else []
     for index, step in enumerate(steps):
         step(row)
         progress((index + 1) / len(steps))
@@ -137,8 +137,9 @@ def _process(row: Row) -> None:
     row["process_bytes"] = resident_bytes()
 
 
-def _loading(row: Row) -> None:
-    """Reads a file that the page cache was told to forget; what the disk's own cache keeps cannot be helped."""
+def measure_disk(row: Row) -> None:
+    """Add the rate of reading a file that the page cache was told to forget; what the disk's own cache keeps cannot be
+    helped."""
     rates = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "probe"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,12 +19,10 @@ from numpy.typing import NDArray
 from pellucid.workload import prefix
 from pellucid.workload.formats import TraceFile
 from pellucid.workload.own_cache import own_mask
-from pellucid.workload.trace import TraceError, TraceRequest, chain_hashes
+from pellucid.workload.trace import PROGRESS_ROWS, Progress, TraceError, TraceRequest, chain_hashes
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Progress = Callable[[str, float], None]
-"""Told the stage and the share of it that is done (0 to 1; for reading, which has no known end, rows read so far)."""
 
 LADDER_ROWS = 50_000
 LATER_TURN_KEYS = 4_000_000
@@ -113,13 +111,15 @@ class _LaterTurns:
         if not has_tokens and not row.session:
             self._give_up("the trace has neither output token ids nor sessions")
             return
-        cached = self._cached(row)
+        hashes = row.prefix_block_hash
+        num_hits = self._num_hits(hashes)
+        cached = num_hits * self.block_size
         if row.input_token_ids is not None and row.output_token_ids is not None and self.block_size:
             self.basis = "token ids"
             self._seen.update(chain_hashes(row.input_token_ids + row.output_token_ids, self.block_size))
         else:
             self.basis = "sessions (assumed)"
-            self._seen.update(row.prefix_block_hash)
+            self._seen.update(hashes[num_hits:])
             before = self._spoken.get(row.session, 0)
             cached = max(cached, before if row.input_len >= before else 0)
             self._spoken[row.session] = row.input_len + row.output_len
@@ -128,13 +128,13 @@ class _LaterTurns:
         if len(self._seen) + len(self._spoken) > LATER_TURN_KEYS:
             self._give_up(f"more than {LATER_TURN_KEYS:,} blocks and sessions")
 
-    def _cached(self, row: TraceRequest) -> int:
-        num_hits = 0
-        for block in row.prefix_block_hash:
-            if block not in self._seen:
-                break
-            num_hits += 1
-        return num_hits * self.block_size
+    def _num_hits(self, hashes: Sequence[int | str]) -> int:
+        """Leading blocks that were seen. Ids chain, so a seen block has all before it seen: halving finds the end."""
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if hashes[middle] in self._seen else (low, middle)
+        return low
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
@@ -170,8 +170,8 @@ def read_columns(trace: TraceFile, *, exact: bool, progress: Progress = lambda s
     columns = Columns(trace.header.block_size, None if exact else prefix.SAMPLE_ACCESSES)
     for number, row in enumerate(trace):
         columns.add(row)
-        if number % 5000 == 0:
-            progress("reading", float(number))
+        if number % PROGRESS_ROWS == 0:
+            progress("reading", trace.share_read)
     if not columns.times:
         raise TraceError(f"{trace.path}: no request to analyse")
     return columns

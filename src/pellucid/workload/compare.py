@@ -32,6 +32,23 @@ class Run(NamedTuple):
     document: dict[str, Any]
     records: list[RequestRecord]
 
+    @property
+    def label(self) -> str:
+        """The file's name without what every run of this load has in it."""
+        return Path(self.path).stem.removesuffix(f"-{self.document['workload']}")
+
+
+def by_workload(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs of the same load together, in the order given. Raises BenchError where a run has no other to compare
+    with."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(run.document["workload"], []).append(run)
+    for workload, (base, *others) in found.items():
+        if not others:
+            raise BenchError(f"{base.path} is the only run of {workload!r} given; only runs of the same load compare")
+    return found
+
 
 def load_run(path: Path) -> Run:
     """Read STEM.json and STEM.requests.jsonl beside it. Raises BenchError where either is missing or of another
@@ -63,13 +80,41 @@ _METRICS: dict[str, Callable[[RequestRecord, Clocking], float | None]] = {
 def compare_all(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Each run against the first one of the same workload. Raises BenchError where a run has no other to compare
     with."""
-    by_workload: dict[str, list[Run]] = {}
-    for run in runs:
-        by_workload.setdefault(run.document["workload"], []).append(run)
-    for workload, (base, *others) in by_workload.items():
-        if not others:
-            raise BenchError(f"{base.path} is the only run of {workload!r} given; only runs of the same load compare")
-    return [compare_runs(base, other) for base, *others in by_workload.values() for other in others]
+    return [compare_runs(base, other) for base, *others in by_workload(runs).values() for other in others]
+
+
+class RatioRow(NamedTuple):
+    """One figure of two runs: how many values it rests on (None where it is one number), both sides, their ratio with
+    its interval where there is one, and whether the sides are seconds."""
+
+    name: str
+    n: int | None
+    base: float | None
+    other: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    in_seconds: bool
+
+
+def ratio_rows(comparison: dict[str, Any]) -> list[RatioRow]:
+    """A comparison as the rows of a table: distributions, throughput, and what the load exists for."""
+    rows = []
+    for name, found in comparison["ratios"].items():
+        percentiles = (key for key in ("p50", "p99") if key in found)
+        rows += [_row(f"{name} {key}", found["n"], found[key], in_seconds=True) for key in percentiles]
+        if "paired_median_ratio" in found:
+            rows.append(_row(f"{name}, median of pairs", found["n"], found["paired_median_ratio"], in_seconds=True))
+        if "base" in found:
+            rows.append(_row(name.replace("_", " "), None, found, in_seconds=False))
+    for name, found in comparison["highlights"].items():
+        rows.append(_row(name.replace("_", " "), None, found, in_seconds=found["seconds"]))
+    return rows
+
+
+def _row(name: str, n: int | None, found: dict[str, Any], *, in_seconds: bool) -> RatioRow:
+    base, other, ratio, low, high = (found.get(key) for key in ("base", "other", "ratio", "low", "high"))
+    return RatioRow(name, n, base, other, ratio, low, high, in_seconds)
 
 
 def compare_runs(base: Run, other: Run) -> dict[str, Any]:

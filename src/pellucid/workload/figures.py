@@ -142,6 +142,14 @@ def run_figures(records: Sequence[RequestRecord], clocking: Clocking) -> list[An
     return made
 
 
+def comparison_figures(runs: Sequence[tuple[str, Sequence[RequestRecord]]], clocking: Clocking) -> list[Any]:
+    """Of several labelled runs of one load: their first tokens and their gaps, one line a run."""
+    answered = [(label, [record for record in records if record.ok]) for label, records in runs]
+    first: dict[str, Sequence[float]] = {label: [clocking.ttft(r) or 0.0 for r in good] for label, good in answered}
+    gaps: dict[str, Sequence[float]] = {label: [gap for r in good for gap in r.icl()] for label, good in answered}
+    return [cdf("Time to first token", "seconds", first), cdf("Gaps between chunks (ICL)", "seconds", gaps)]
+
+
 def _gap_series(records: Sequence[RequestRecord]) -> dict[str, Sequence[float]]:
     return {
         "chunk gaps (ICL)": [gap for record in records for gap in record.icl()],

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pellucid.workload.formats import TraceFile
 from pellucid.workload.prefix import numeric_ids
-from pellucid.workload.trace import TraceRequest
+from pellucid.workload.trace import PROGRESS_ROWS, Progress, TraceRequest
 
 UNIFORM_BELOW_CV = 0.2
 QUANTISED_FROM_SHARE = 0.02
@@ -106,7 +106,7 @@ _ROW_TEXTS = {
 }
 
 
-def lint(trace: TraceFile) -> LintReport:
+def lint(trace: TraceFile, progress: Progress = lambda stage, share: None) -> LintReport:
     """Read the whole trace and report. Raises TraceError where it cannot be read at all."""
     checks = _RowChecks(trace.header.block_size)
     times, digests = array("d"), array("q")
@@ -116,6 +116,8 @@ def lint(trace: TraceFile) -> LintReport:
         times.append(row.arrival_time)
         digests.append(hash((row.arrival_time, row.input_len, row.output_len, row.prefix_block_hash, row.session)))
         pairs.add(numeric_ids(row.prefix_block_hash))
+        if len(times) % PROGRESS_ROWS == 0:
+            progress("reading", trace.share_read)
     findings = [*checks.findings()]
     findings += _clock(np.array(times))
     findings += _duplicates(np.array(digests))

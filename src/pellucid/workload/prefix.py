@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -42,7 +43,7 @@ TAIL, _ROOT, _NOT_LEGAL = 1, 2, 4
 
 def numeric_ids(hashes: Sequence[BlockHash]) -> Sequence[int]:
     """Block ids as whole numbers in [0, 2**62): given so, or folded from a digest by BLAKE2b."""
-    if all(type(h) is int and 0 <= h < 1 << _HASH_BITS for h in hashes):
+    if set(map(type, hashes)) <= {int} and (not hashes or (min(hashes) >= 0 and max(hashes) < 1 << _HASH_BITS)):  # type: ignore[operator]
         return hashes  # type: ignore[return-value]
     return [_fold(h) for h in hashes]
 
@@ -117,11 +118,10 @@ class AccessCollector:
         self.num_accesses = 0
         self.num_prompts = 0
         self._halvings = 0
-        self._ids: list[int] = []
-        self._tokens: list[int] = []
-        self._positions: list[int] = []
-        self._flags: list[int] = []
-        self._lengths: list[int] = []
+        self._ids = array("q")
+        self._num_full = array("q")
+        self._tail_tokens = array("q")  # -1: no id of a tail
+        self._inputs = array("q")
         self._first_row = 0
         self._kept: list[_Columns] = []
         self._num_kept = 0
@@ -129,23 +129,18 @@ class AccessCollector:
     def add(self, row: TraceRequest) -> None:
         """Take the next row."""
         num_full = len(row.prefix_block_hash)
-        before = len(self._ids)
+        tail_tokens = -1
         if row.tail_block_hash is not None:
-            self._ids += numeric_ids((row.tail_block_hash,))
-            self._tokens.append(row.input_len - num_full * self.block_size)
-            self._positions.append(num_full)
-            self._flags.append(TAIL)
+            self._ids.extend(numeric_ids((row.tail_block_hash,)))
+            tail_tokens = max(0, row.input_len - num_full * self.block_size)
+            self.num_accesses += 1
         if num_full:
             self.num_prompts += 1
-            self._ids += reversed(numeric_ids(row.prefix_block_hash))
-            self._tokens += [self.block_size] * num_full
-            self._positions += range(num_full - 1, -1, -1)
-            flags = [0] * num_full
-            flags[-1] = _ROOT
-            flags[0] |= _NOT_LEGAL if num_full * self.block_size >= row.input_len else 0
-            self._flags += flags
-        self._lengths.append(len(self._ids) - before)
-        self.num_accesses += len(self._ids) - before
+            self.num_accesses += num_full
+            self._ids.extend(reversed(numeric_ids(row.prefix_block_hash)))
+        self._num_full.append(num_full)
+        self._tail_tokens.append(tail_tokens)
+        self._inputs.append(row.input_len)
         self.num_requests += 1
         self.num_tokens += row.input_len
         if len(self._ids) >= _FLUSH_ACCESSES:
@@ -168,18 +163,12 @@ class AccessCollector:
         return accesses.part(np.argsort(accesses.request, kind="stable"), accesses.rate)
 
     def _flush(self) -> None:
-        if not self._lengths and self._kept:
+        if not self._num_full and self._kept:
             return
-        rows = np.arange(self._first_row, self._first_row + len(self._lengths), dtype=np.int64)
-        part = (
-            np.array(self._ids, np.int64),
-            np.repeat(rows, self._lengths),
-            np.array(self._tokens, np.int64),
-            np.array(self._positions, np.int64),
-            np.array(self._flags, np.int64),
-        )
-        self._first_row += len(self._lengths)
-        self._ids, self._tokens, self._positions, self._flags, self._lengths = [], [], [], [], []
+        part = self._columns()
+        self._first_row += len(self._num_full)
+        for column in (self._ids, self._num_full, self._tail_tokens, self._inputs):
+            del column[:]
         self._keep(part)
         if self.limit is not None and self.num_accesses > EXACT_ACCESSES:
             while self._num_kept > self.limit and self._num_blocks_kept() > MIN_SAMPLED_BLOCKS:
@@ -187,6 +176,21 @@ class AccessCollector:
                 parts, self._kept, self._num_kept = self._kept, [], 0
                 for old in parts:
                     self._keep(old)
+
+    def _columns(self) -> _Columns:
+        """The uses of the rows taken since the last time: ids as they came, everything else from three numbers a
+        row."""
+        num_full, tail_tokens, inputs = (np.array(c) for c in (self._num_full, self._tail_tokens, self._inputs))
+        has_tail = tail_tokens >= 0
+        lengths = num_full + has_tail
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        from_last = np.arange(len(self._ids)) - (np.cumsum(lengths) - lengths)[row]
+        position = lengths[row] - 1 - from_last
+        is_tail = has_tail[row] & (from_last == 0)
+        whole_prompt = (num_full * self.block_size >= inputs)[row] & (position == num_full[row] - 1)
+        flags = np.where(is_tail, TAIL, _ROOT * (position == 0) + _NOT_LEGAL * whole_prompt)
+        tokens = np.where(is_tail, tail_tokens[row], self.block_size)
+        return np.array(self._ids), row + self._first_row, tokens, position, flags
 
     def _num_blocks_kept(self) -> int:
         return len(np.unique(np.concatenate([part[0] for part in self._kept])))
@@ -356,24 +360,23 @@ def _hit_curves(
     distances = np.sort(reuse_distances(accesses)[full])
     distances = distances[np.searchsorted(distances, 0) :]
     few = thinned(accesses, OWN_ACCESSES)
+    most = int((infinite_mask(few) & few.full).sum())
+    enough = float("inf")  # the smallest size at which the slow policy is known to miss nothing that can be hit
     progress(0.1)
     lru, belady, third = [], [], []
     for index, size in enumerate(sizes):
         room = size // block_size * rate
         found = float(np.searchsorted(distances, room, side="left")) if room >= 1 else 0.0
         lru.append(_rate(found + surplus, block_size, rate, total))
-        best = belady_hits(accesses, int(room)) + surplus
-        belady.append(max(lru[-1], _rate(best, block_size, rate, total)))
+        # Where LRU already hits all that was ever used before, no policy can do better.
+        best = found if found == len(distances) else belady_hits(accesses, int(room))
+        belady.append(max(lru[-1], _rate(best + surplus, block_size, rate, total)))
         if own is not None:
-            third.append(_own_rate(own, few, block_size, size))
+            hits = most if size >= enough else int((own(few, int(size // block_size * few.rate)) & few.full).sum())
+            enough = min(enough, size) if hits == most else enough
+            third.append(_rate(hits + few.surplus, block_size, few.rate, total))
         progress(0.1 + 0.9 * (index + 1) / len(sizes))
     return lru, belady, third
-
-
-def _own_rate(own: Policy, accesses: Accesses, block_size: int, size: int) -> float:
-    surplus = accesses.surplus
-    hits = own(accesses, int(size // block_size * accesses.rate)) & accesses.full
-    return _rate(float(hits.sum()) + surplus, block_size, accesses.rate, max(1, accesses.num_tokens))
 
 
 def _rate(hits: float, block_size: int, rate: float, total_tokens: int) -> float:

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from pellucid.workload.figures import analysis_figures, plotly_script, run_figures
+from pellucid.core.errors import PellucidError
+from pellucid.workload.compare import RatioRow, Run, by_workload, ratio_rows
+from pellucid.workload.figures import analysis_figures, comparison_figures, plotly_script, run_figures
 from pellucid.workload.metrics import Clocking, RequestRecord, Summary
 
 _STYLE = """
@@ -90,6 +92,59 @@ def _run_head(document: dict[str, Any]) -> str:
     return verdict + _headline(golden) + "".join(tables) + "".join(f"<p>{html.escape(text)}</p>" for text in numbers)
 
 
+def write_comparison(path: Path, runs: Sequence[Run], comparisons: Sequence[dict[str, Any]]) -> None:
+    """The page of `pellucid report`: for each load the golden numbers of its runs side by side, the ratios to the
+    first, and the runs' distributions in one figure."""
+    parts = []
+    for workload, group in by_workload(runs).items():
+        parts.append(f"<h2>{html.escape(workload)}</h2>")
+        parts.append(_golden_table(group))
+        parts += [_ratio_table(c, group[0].label) for c in comparisons if c["workload"] == workload]
+        parts.append(_embedded(comparison_figures([(run.label, run.records) for run in group], _clocking(group[0]))))
+    labels = dict.fromkeys(run.label for run in runs)
+    note = "A ratio below 1 is less time, or less throughput, than the first run of its load."
+    head = f'<p class="note">{note}</p>'
+    document = {"comparisons": list(comparisons)}
+    _write_page(path, " against ".join(reversed(labels)), head + "".join(parts), document)
+
+
+def _clocking(run: Run) -> Clocking:
+    return Clocking(run.document["loop"] == "open")
+
+
+def _golden_table(runs: Sequence[Run]) -> str:
+    heads = ("run", "TTFT p50 / p99", "ITL p50 / p99", "TPOT p50 / p99", "output tokens/s", "goodput, requests/s", "n")
+    rows, notes = [], []
+    for run in runs:
+        document = run.document
+        pairs = (
+            f"{seconds(document[key].get('p50'))} / {seconds(document[key].get('p99'))}"
+            for key in ("ttft", "itl", "tpot")
+        )
+        numbers = (f"{document['output_tokens_per_second']:,.1f}", f"{document['goodput']:,.3g}")
+        rows.append(_cells("td", (run.label, *pairs, *numbers, f"{document['num_requests']:,}")))
+        target = document["target"]
+        notes.append(f'<p class="note">{html.escape(run.label)}: {html.escape(target["model"])} at ')
+        notes.append(f"{html.escape(target['url'])}, {html.escape(document.get('started_at', ''))}</p>")
+        notes += (
+            f'<p class="bad">{html.escape(run.label)} is invalid: {html.escape(reason)}</p>'
+            for reason in document["invalid_because"]
+        )
+    return f"<table>{_cells('th', heads)}{''.join(rows)}</table>{''.join(notes)}"
+
+
+def _ratio_table(comparison: dict[str, Any], base: str) -> str:
+    other = Path(comparison["other"]).stem.removesuffix(f"-{comparison['workload']}")
+    pairing = "the same requests, paired" if comparison["paired"] else "different schedules, not paired"
+    heads = _cells("th", ("", "n", base, other, "ratio", "95 % interval"))
+    rows = "".join(_cells("td", ratio_cells(row)) for row in ratio_rows(comparison))
+    return f"<h3>{html.escape(f'{other} against {base}: {pairing}')}</h3><table>{heads}{rows}</table>"
+
+
+def _cells(tag: str, texts: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts) + "</tr>"
+
+
 def _headline(facts: Iterable[tuple[str, str]]) -> str:
     cells = "".join(f"<div>{html.escape(name)}<b>{html.escape(value)}</b></div>" for name, value in facts)
     return f'<div class="headline">{cells}</div>'
@@ -100,40 +155,65 @@ def _table(title: str, distributions: Sequence[tuple[str, Summary]]) -> str:
     rows = "".join(_distribution_row(name, summary) for name, summary in distributions if summary.n)
     if not rows:
         return ""
-    heads = "".join(f"<th>{name}</th>" for name in ("", "n", "p50", "p90", "p99", "max", "mean"))
+    heads = _cells("th", ("", "n", "p50", "p90", "p99", "max", "mean"))
     low = any(summary.low_n for _, summary in distributions)
     note = '<p class="note">* too few values behind this percentile</p>' if low else ""
-    return f"<h2>{title}</h2><table><tr>{heads}</tr>{rows}</table>{note}"
+    return f"<h2>{title}</h2><table>{heads}{rows}</table>{note}"
 
 
 def _pair(summary: Summary) -> str:
     if summary.p50 is None or summary.p99 is None:
         return "none"
     mark = " (low n)" if "p99" in summary.low_n else ""
-    return f"{_seconds(summary.p50)} / {_seconds(summary.p99)}{mark}"
+    return f"{seconds(summary.p50)} / {seconds(summary.p99)}{mark}"
 
 
-def _seconds(value: float | None) -> str:
+def seconds(value: float | None) -> str:
+    """A duration for people."""
+    if value is None:
+        return "none"
+    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+
+
+def ratio_cells(row: RatioRow) -> tuple[str, ...]:
+    """A comparison's row for people: name, n, both sides, ratio, interval."""
+    base, other = (_side(value, row.in_seconds) for value in (row.base, row.other))
+    ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+    interval = "" if row.low is None else f"{row.low:.3f} to {row.high:.3f}"
+    return row.name, "" if row.n is None else f"{row.n:,}", base, other, ratio, interval
+
+
+def _side(value: float | None, in_seconds: bool) -> str:
     if value is None:
         return ""
-    return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.1f} ms"
+    return seconds(value) if in_seconds else f"{value:,.4g}"
 
 
 def _distribution_row(name: str, summary: Summary) -> str:
     marks = {key: " *" if key in summary.low_n else "" for key in ("p90", "p99")}
     cells = [name, f"{summary.n:,}"]
-    cells += [_seconds(getattr(summary, key)) + marks.get(key, "") for key in ("p50", "p90", "p99", "max", "mean")]
-    return "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+    cells += [seconds(getattr(summary, key)) + marks.get(key, "") for key in ("p50", "p90", "p99", "max", "mean")]
+    return _cells("td", cells)
 
 
 def _write(path: Path, title: str, head: str, figures: Sequence[Any], document: dict[str, Any]) -> None:
-    parts = [figure.to_html(full_html=False, include_plotlyjs=False, config=_FIGURE) for figure in figures]
+    _write_page(path, title, f"{head}<h2>Figures</h2>{_embedded(figures)}", document)
+
+
+def _embedded(figures: Sequence[Any]) -> str:
+    parts = (figure.to_html(full_html=False, include_plotlyjs=False, config=_FIGURE) for figure in figures)
+    return "".join(f'<div class="figure">{part}</div>' for part in parts)
+
+
+def _write_page(path: Path, title: str, body: str, document: dict[str, Any]) -> None:
     numbers = msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
-    body = "".join(f'<div class="figure">{part}</div>' for part in parts)
     page = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style><script>{plotly_script()}</script></head>"
-        f"<body><h1>{html.escape(title)}</h1>{head}<h2>Figures</h2>{body}"
+        f"<body><h1>{html.escape(title)}</h1>{body}"
         f"<details><summary>All numbers</summary><pre>{html.escape(numbers)}</pre></details></body></html>"
     )
-    path.write_text(page, encoding="utf-8")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise PellucidError(f"{path}: cannot be written ({error.strerror})") from None

@@ -83,7 +83,7 @@ async def run_workload(
         "client": {**probe.result._asdict(), "num_connects": client.num_connects - connects_before},
     }
     if options.compat:
-        document["compat"] = compat_columns(records)
+        document["compat"] = compat_columns(records, options.slo)
     return RunResult(document, records)
 
 

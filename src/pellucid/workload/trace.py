@@ -16,7 +16,7 @@ import hashlib
 import os
 import struct
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,9 @@ TRACE_VERSION = 1
 DEFAULT_BLOCK_SIZE = 16
 
 BlockHash = int | str
+Progress = Callable[[str, float], None]
+"""Told the stage of a long piece of work and the share of that stage that is done, 0 to 1."""
+PROGRESS_ROWS = 5000  # read between two reports
 
 
 class TraceError(PellucidError):

@@ -4,13 +4,16 @@
 returns a `TraceFile` that can be iterated as often as wanted, each time as a stream: ten million rows need no more
 memory than ten. A bad row stops the reading with file, line, field, value and what was expected; with `skip_bad` it is
 counted instead. Adding a format is one parser in `parsers.py` and one line in `FORMATS`.
+
+ServeGen's archives are client profiles and no traces, and may describe hundreds of millions of requests: read as a
+trace, one stands for its first `SERVEGEN_ROWS` requests with seed 0, which the header and `note` say.
 """
 
 from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ import msgspec
 from pellucid.workload.formats import parsers, servegen
 from pellucid.workload.formats.fields import RowError
 from pellucid.workload.formats.parsers import ReadOptions
-from pellucid.workload.formats.source import Kind, Member, defect, members, rows, sniff
+from pellucid.workload.formats.source import Kind, Member, Meter, defect, members, rows, sniff
 from pellucid.workload.trace import TRACE_VERSION, TraceError, TraceHeader, TraceRequest, Transform
 
 __all__ = ["FORMATS", "Format", "ReadOptions", "TraceFile", "format_names", "open_trace"]
@@ -73,6 +76,7 @@ FORMATS: tuple[Format, ...] = (
 )
 
 SERVEGEN = "servegen"
+SERVEGEN_ROWS = 2_000_000
 
 
 def format_names() -> tuple[str, ...]:
@@ -81,14 +85,24 @@ def format_names() -> tuple[str, ...]:
 
 
 class TraceFile:
-    """A trace on disk. `header` is known at once, `num_skipped` after an iteration has ended."""
+    """A trace on disk. `header` is known at once, `num_skipped` after an iteration has ended, `share_read` during one.
+    `note` is what a reader must know of how the file was understood (None: nothing)."""
 
-    def __init__(self, path: Path, format_name: str, header: TraceHeader, options: ReadOptions) -> None:
+    def __init__(
+        self, path: Path, format_name: str, header: TraceHeader, options: ReadOptions, note: str | None = None
+    ) -> None:
         self.path = path
         self.format_name = format_name
         self.header = header
+        self.note = note
         self.num_skipped = 0
         self._options = options
+        self._share: Callable[[], float] = lambda: 0.0
+
+    @property
+    def share_read(self) -> float:
+        """How much of the file the present iteration has read, 0 to 1."""
+        return self._share()
 
     def __iter__(self) -> Iterator[TraceRequest]:
         for _, row in self.placed():
@@ -99,15 +113,27 @@ class TraceFile:
         self.num_skipped = 0
         with members(self.path) as files:
             if self.format_name == SERVEGEN:
-                for row in servegen.generate(servegen.load_clients(files), seed=0):
-                    yield f"{self.path} (generated)", row
+                yield from self._generated(files)
                 return
             form = next(f for f in FORMATS if f.name == self.format_name)
-            streams = [self._read(member, form) for member in files if _holds(member, form)]
+            files = [member for member in files if _holds(member, form)]
+            meter = Meter(member.path for member in files)
+            self._share = lambda: meter.share
+            streams = [self._read(member._replace(meter=meter), form) for member in files]
             merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_arrival)
             if form.absolute_time:
                 merged = _from_first(merged)
             yield from merged
+
+    def _generated(self, files: list[Member]) -> Iterator[tuple[str, TraceRequest]]:
+        clients = servegen.load_clients(files)
+        expected = max(1.0, min(SERVEGEN_ROWS, servegen.expected_requests(clients)))
+        place, number = f"{self.path} (generated)", 0
+        self._share = lambda: min(1.0, number / expected)
+        for number, row in enumerate(servegen.generate(clients, seed=0), start=1):
+            yield place, row
+            if number == SERVEGEN_ROWS:
+                return
 
     def _read(self, member: Member, form: Format) -> Iterator[tuple[str, TraceRequest]]:
         options = self._options
@@ -165,17 +191,32 @@ def open_trace(
         raise TraceError(f"unknown format {format_name!r}; known: {', '.join(format_names())}")
     options = options or ReadOptions()
     path = Path(path)
+    note = None
     with members(path) as files:
         if servegen.is_servegen(files):
             found: str = SERVEGEN
-            header = TraceHeader(0, f"{path.name} (servegen)", (Transform("synth-servegen", {"seed": 0}),))
+            header, note = _profile_header(path, servegen.load_clients(files))
         else:
             form, first = _detect(path, files, format_name)
             found = form.name
             header = _header(path, form, first, options)
     if format_name is not None and found != format_name:
         raise TraceError(f"{path} is a {found} trace, not {format_name}")
-    return TraceFile(path, found, header, options)
+    return TraceFile(path, found, header, options, note)
+
+
+def _profile_header(path: Path, clients: Sequence[servegen.Client]) -> tuple[TraceHeader, str]:
+    expected = servegen.expected_requests(clients)
+    arguments: dict[str, Any] = {"seed": 0}
+    part = f"all {expected:,.0f} or so"
+    if expected > SERVEGEN_ROWS:
+        arguments["requests"] = SERVEGEN_ROWS
+        part = f"the first {SERVEGEN_ROWS:,} of about {expected:,.0f}"
+    note = (
+        f"{path.name} holds profiles of {len(clients)} clients and no trace: {part} requests that they describe are "
+        f"generated (seed 0); `pellucid trace synth --servegen` makes other parts"
+    )
+    return TraceHeader(0, f"{path.name} (servegen)", (Transform("synth-servegen", arguments),)), note
 
 
 def _detect(path: Path, files: list[Member], wanted: str | None) -> tuple[Format, dict[str, Any]]:

@@ -72,9 +72,9 @@ def token_ids(row: Row, field: str) -> tuple[int, ...]:
     value = row.get(field, _MISSING)
     if not isinstance(value, list):
         raise RowError(field, value, "a list of token ids")
-    for token in value:
-        if type(token) is not int or not 0 <= token < 1 << 32:
-            raise RowError(field, token, "token ids that are whole numbers in [0, 2**32)")
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) >= 1 << 32):
+        wrong = next(token for token in value if type(token) is not int or not 0 <= token < 1 << 32)
+        raise RowError(field, wrong, "token ids that are whole numbers in [0, 2**32)")
     return tuple(value)
 
 
@@ -83,9 +83,9 @@ def block_hashes(row: Row, field: str) -> tuple[int | str, ...]:
     value = row.get(field, _MISSING)
     if not isinstance(value, list):
         raise RowError(field, value, "a list of block ids")
-    for item in value:
-        if type(item) is not int and type(item) is not str:
-            raise RowError(field, item, "block ids that are whole numbers or strings")
+    if not set(map(type, value)) <= {int, str}:
+        wrong = next(item for item in value if type(item) not in (int, str))
+        raise RowError(field, wrong, "block ids that are whole numbers or strings")
     return tuple(value)
 
 

@@ -186,40 +186,25 @@ def _encoder(options: ReadOptions, what: str) -> Encode:
 
 
 def pellucid(row: JsonRow, options: ReadOptions) -> Parsed:
-    """Our own rows; fields that are not ours are kept."""
-    tokens = _optional(row, "input_token_ids", fields.token_ids)
+    """Our own rows; fields that are not ours are kept. A row has few of the optional fields, so only those that are
+    there are looked at."""
+    found: dict[str, Any] = {
+        field: _OPTIONAL[field](row, field) for field, value in row.items() if value is not None and field in _OPTIONAL
+    }
     input_len = fields.integer(row, "input_len")
+    tokens = found.get("input_token_ids")
     if tokens is not None and len(tokens) != input_len:
         raise RowError("input_token_ids", f"{len(tokens)} ids", f"input_len = {input_len} of them")
-    hashes = _optional(row, "prefix_block_hash", fields.block_hashes)
-    if hashes is None:
-        hashes = chain_hashes(tokens, options.block_size) if tokens is not None and options.block_size else ()
+    if tokens is not None and options.block_size and "prefix_block_hash" not in found:
+        found["prefix_block_hash"] = chain_hashes(tokens, options.block_size)
+    if not row.keys() <= _OURS:
+        found["extra"] = {key: value for key, value in row.items() if key not in _OURS}
     yield TraceRequest(
         arrival_time=fields.number(row, "arrival_time"),
         input_len=input_len,
         output_len=fields.integer(row, "output_len"),
-        prefix_block_hash=hashes,
-        tail_block_hash=_tail(row),
-        id=_optional(row, "id", fields.text),
-        tenant=_optional(row, "tenant", fields.text) or "",
-        session=_optional(row, "session", fields.text) or "",
-        turn=_optional(row, "turn", fields.integer),
-        parent=_optional(row, "parent", fields.text),
-        priority=_signed(row),
-        deadline_s=_optional(row, "deadline_s", fields.number),
-        input_token_ids=tokens,
-        output_token_ids=_optional(row, "output_token_ids", fields.token_ids),
-        sampling=_optional(row, "sampling", _object),
-        outcome=_optional(row, "outcome", _object),
-        extra={key: value for key, value in row.items() if key not in _OURS},
+        **found,
     )
-
-
-_OURS = frozenset(TraceRequest.__struct_fields__) - {"extra"}
-
-
-def _optional(row: JsonRow, field: str, read: Callable[[JsonRow, str], Any]) -> Any:
-    return None if row.get(field) is None else read(row, field)
 
 
 def _object(row: JsonRow, field: str) -> dict[str, Any]:
@@ -229,15 +214,33 @@ def _object(row: JsonRow, field: str) -> dict[str, Any]:
     return value
 
 
-def _signed(row: JsonRow) -> int:
-    value = row.get("priority", 0)
+def _signed(row: JsonRow, field: str) -> int:
+    value = row[field]
     if type(value) is not int:
-        raise RowError("priority", value, "a whole number (lower is served first)")
+        raise RowError(field, value, "a whole number (lower is served first)")
     return value
 
 
-def _tail(row: JsonRow) -> int | str | None:
-    value = row.get("tail_block_hash")
-    if value is not None and type(value) is not int and type(value) is not str:
-        raise RowError("tail_block_hash", value, "a block id: a whole number or a string")
+def _block_hash(row: JsonRow, field: str) -> int | str:
+    value = row[field]
+    if type(value) is not int and type(value) is not str:
+        raise RowError(field, value, "a block id: a whole number or a string")
     return value
+
+
+_OURS = frozenset(TraceRequest.__struct_fields__) - {"extra"}
+_OPTIONAL: dict[str, Callable[[JsonRow, str], Any]] = {
+    "prefix_block_hash": fields.block_hashes,
+    "tail_block_hash": _block_hash,
+    "id": fields.text,
+    "tenant": fields.text,
+    "session": fields.text,
+    "turn": fields.integer,
+    "parent": fields.text,
+    "priority": _signed,
+    "deadline_s": fields.number,
+    "input_token_ids": fields.token_ids,
+    "output_token_ids": fields.token_ids,
+    "sampling": _object,
+    "outcome": _object,
+}

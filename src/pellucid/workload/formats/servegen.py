@@ -18,6 +18,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from math import gamma
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from pellucid.workload.formats.source import Member, open_bytes
 from pellucid.workload.trace import TraceError, TraceRequest
 
+_ONLY_WIDTH = 600.0  # of a client with one window: as all that were published are
 _PART = re.compile(r"([^/!]*)chunk-(\d+)-(trace\.csv|dataset\.json)$")
 
 
@@ -131,11 +133,15 @@ def generate(
     return heapq.merge(*streams, key=lambda request: request.arrival_time)
 
 
+def expected_requests(clients: Sequence[Client]) -> float:
+    """How many requests the clients make over all their windows, on average: rate times width, summed."""
+    return sum(window.rate * width for client in clients for window, width in _with_widths(client.windows))
+
+
 def _client_stream(client: Client, rng: np.random.Generator, start: float, end: float) -> Iterator[TraceRequest]:
     windows = client.windows
     known = [at for at, _, _ in client.lengths]
-    for index, window in enumerate(windows):
-        width = windows[index + 1].start - window.start if index + 1 < len(windows) else _last_width(windows)
+    for window, width in _with_widths(windows):
         low, high = max(start, window.start), min(end, window.start + width)
         if window.rate <= 0 or low >= high:
             continue
@@ -150,8 +156,11 @@ def _client_stream(client: Client, rng: np.random.Generator, start: float, end: 
             yield TraceRequest(arrival_time=at - start, input_len=input_len, output_len=output_len, tenant=client.name)
 
 
-def _last_width(windows: Sequence[Window]) -> float:
-    return windows[-1].start - windows[-2].start if len(windows) > 1 else 600.0
+def _with_widths(windows: Sequence[Window]) -> Iterator[tuple[Window, float]]:
+    """Each window and how long it lasts; the last one as long as that before it."""
+    starts = [window.start for window in windows]
+    last = starts[-1] - starts[-2] if len(windows) > 1 else _ONLY_WIDTH
+    yield from zip(windows, [b - a for a, b in pairwise(starts)] + [last])
 
 
 def _arrivals(window: Window, rng: np.random.Generator, width: float) -> NDArray[np.float64]:

@@ -14,7 +14,7 @@ import json
 import os
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
@@ -32,11 +32,48 @@ _PIECE = 1 << 20
 _SNIFFED_ROWS = 5
 
 
+class Meter:
+    """How much of several files has been read, told by positions in the files as they lie on disk."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._total = max(1, sum(path.stat().st_size for path in paths))
+        self._done = 0
+        self._open: list[IO[bytes]] = []
+
+    @contextmanager
+    def reading(self, path: Path, data: IO[bytes]) -> Iterator[None]:
+        """Count `data`, which was opened from `path`, while the block runs, and as read to its end afterwards."""
+        raw: IO[bytes] = getattr(data, "fileobj", data)  # what lies under a gzip stream
+        self._open.append(raw)
+        try:
+            yield
+        finally:
+            self._open.remove(raw)
+            self._done += path.stat().st_size
+
+    @property
+    def share(self) -> float:
+        """The share that has been read, 0 to 1."""
+        return min(1.0, (self._done + sum(file.tell() for file in self._open)) / self._total)
+
+
 class Member(NamedTuple):
-    """One file of rows: `label` for messages, `path` on disk (a tar's member lies in a temporary folder)."""
+    """One file of rows: `label` for messages, `path` on disk (a tar's member lies in a temporary folder), and who is to
+    be told how far reading has come."""
 
     label: str
     path: Path
+    meter: Meter | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """The file's bytes, unpacked."""
+        with open_bytes(self.path) as data:
+            if self.meter is None:
+                yield data
+            else:
+                with self.meter.reading(self.path, data):
+                    yield data
 
 
 class PlacedRow(NamedTuple):
@@ -129,7 +166,7 @@ def _reading(member: Member) -> Iterator[None]:
 def _json_lines(member: Member) -> Iterator[PlacedRow]:
     decode = msgspec.json.Decoder().decode
     label = member.label
-    with open_bytes(member.path) as data:
+    with member.open() as data:
         for line_number, line in enumerate(iter(lambda: data.readline(_MAX_LINE_BYTES), b""), start=1):
             if line.isspace():
                 continue
@@ -145,7 +182,7 @@ def _json_lines(member: Member) -> Iterator[PlacedRow]:
 
 
 def _csv_rows(member: Member) -> Iterator[PlacedRow]:
-    with open_bytes(member.path) as data, io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as lines:
+    with member.open() as data, io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as lines:
         table = csv.reader(lines)
         names = [name.strip() for name in next(table, [])]
         for cells in table:
@@ -163,7 +200,7 @@ def _json_list(member: Member) -> Iterator[PlacedRow]:
     """The objects of one JSON list, decoded one at a time: such files reach gigabytes on a single line."""
     scan = json.JSONDecoder().raw_decode
     buffer, position, index = "", 0, 0
-    with open_bytes(member.path) as data, io.TextIOWrapper(data, encoding="utf-8-sig") as text:
+    with member.open() as data, io.TextIOWrapper(data, encoding="utf-8-sig") as text:
         buffer = text.read(_PIECE).lstrip()[1:]
         while True:
             position = _skip_separators(buffer, position)

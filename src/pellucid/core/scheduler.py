@@ -83,7 +83,7 @@ class Scheduler:
         self.config = config
         self.cost = FittedCost(config.cost_prior)
         self.book = ServiceBook(config.tenants, config.fair_quantum)
-        self.ledgers = LedgerBook(self.cost, config.token_budget)
+        self.ledgers = LedgerBook(self.cost, config.token_budget, floor=FittedCost(config.cost_prior))
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)

@@ -34,6 +34,7 @@ from pellucid.core.events import Admitted, BlockEvent, Event, Finished, FinishRe
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
 from pellucid.core.ledger_book import LedgerBook
+from pellucid.core.misses import MissBook
 from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
 from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
@@ -87,9 +88,11 @@ class Scheduler:
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)
+        self._on_block_event = on_block_event
         self.kv = KVManager(
-            config.num_blocks, config.block_size, prefix_cache=config.prefix_cache, on_block_event=on_block_event
+            config.num_blocks, config.block_size, prefix_cache=config.prefix_cache, on_block_event=self._note_block
         )
+        self.misses = MissBook(self.kv.tree, config.block_size)
         self.claims = PrefixClaims(config.block_size)
         self.in_flight: deque[Launched] = deque()
         self._head: Sequence | None = None  # the waiting sequence that did not fit and is being passed by others
@@ -143,6 +146,11 @@ class Scheduler:
             self._log.reconfigure(tenants, now)
         self.config = replace(self.config, tenants=tenants)
         self.book.reconfigure(tenants)
+
+    def _note_block(self, event: BlockEvent) -> None:
+        self.misses.on_block_event(event)
+        if self._on_block_event is not None:
+            self._on_block_event(event)
 
     def take_events(self) -> list[Event]:
         """What happened since events were last handed out; `commit` and `abort` return it as well."""
@@ -259,6 +267,7 @@ class Scheduler:
             if self.config.chunked_prefill:
                 count = max(1, min(count, room * self.config.block_size - sequence.num_scheduled))
             num_before = len(sequence.block_table)
+            self.misses.reclaiming(sequence.request.tenant, now)
             if self.kv.reserve(sequence, sequence.num_scheduled + count):
                 break
             victim = choose_victim(self.running.values(), self.waiting.victim_key)
@@ -370,6 +379,7 @@ class Scheduler:
         self.ledgers.start(sequence, now)
         if sequence.num_preemptions == 0:
             sequence.num_cached = sequence.num_charged = sequence.num_computed
+            sequence.ledger.misses = self.misses.explain(sequence, match.nodes, self.kv.match_limit(sequence))
             self.book.charge(sequence.request.tenant, cached=sequence.num_cached)
             queued = now - sequence.request.arrival
             self._events.append(Admitted(sequence.request.id, sequence.num_prompt, sequence.num_cached, queued))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,6 +145,29 @@ def test_text_comes_whole_whatever_the_language(server):
     assert not any("\ufffd" in piece for piece in pieces[:-1])
 
 
+def test_a_short_prompt_behind_a_long_one_knows_what_it_waited_for(server):
+    """The prefix hit is whole and still the request waits: for the step that was under way, and for the long prompt."""
+    short, long = [500 + i for i in range(200)], [7000 + 13 * i % 20_000 for i in range(3000)]
+    server.post("/v1/completions", prompt=short, max_tokens=1)
+    body = {"model": server.name, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor() as pool:
+        reading = pool.submit(server.post, "/v1/completions", prompt=long, max_tokens=1)
+        while server.metric("pellucid_running") == 0:
+            time.sleep(0.01)
+        reply = httpx.post(server.url + "/v1/completions", json=body | {"prompt": short, "max_tokens": 12}, timeout=120)
+        document = reading.result()["id"]
+    found = httpx.get(f"{server.url}/v1/requests/{reply.headers['X-Request-Id']}/ledger").json()
+    ledger = found["ledger"]
+    assert ledger["tokens"] | {"recomputed": 0} == {
+        "prompt": 200, "cached": 192, "cached_host": 0, "recomputed": 0, "output": 12
+    }  # fmt: skip
+    assert ledger["causes"].keys() >= {"queue.step_in_flight", "prefill.own", "decode.own", "decode.stalled"}
+    blocker = ledger["blockers"][0]
+    assert (blocker["request_id"], blocker["num_prompt"]) == (document, 3000)
+    assert sum(ledger["causes"].values()) == pytest.approx(ledger["e2e_seconds"], rel=1e-9)
+    assert any("3,000-token prompt" in sentence for sentence in found["explanation"])
+
+
 async def _stream(client: httpx.AsyncClient, server: Server, prompt, max_tokens: int, leave_after: int | None = None):
     """Read a stream, or hang up after some chunks (0: as soon as the request is sent)."""
     body = {"model": server.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
@@ -212,7 +236,7 @@ def test_a_run_replays_to_the_same_plans_without_torch(tmp_path):
 
 def test_tenants_share_a_machine_and_nothing_else(tmp_path, monkeypatch):
     """Two tenants and one that comes while the server runs, with a real signal; what they used is there afterwards."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = tmp_path / "tenants.toml"
     keys = {name: new_key() for name in ("acme", "lab", "late")}
 
@@ -241,12 +265,50 @@ def test_tenants_share_a_machine_and_nothing_else(tmp_path, monkeypatch):
     finally:
         assert stop(server) == 130
     assert "tenants read again: 3 tenants" in (tmp_path / "stderr").read_text()
-    rows = read_usage(tmp_path / "state" / "pellucid" / "usage.sqlite")
+    rows = read_usage(tmp_path / "pellucid" / "usage.sqlite")
     assert [(row.tenant, row.requests, row.cached_tokens) for row in rows] == [
         ("acme", 3, 192),
         ("lab", 2, 96),
         ("late", 1, 0),
     ]
+
+
+def test_explain_works_when_the_server_is_gone(tmp_path):
+    server = start(tmp_path, "--kv-memory", "16MiB")
+    try:
+        request_id = server.post("/v1/completions", prompt="Once upon a time", max_tokens=40, ignore_eos=True)["id"]
+    finally:
+        assert stop(server) == 130
+    environment = _environment() | {"XDG_STATE_HOME": str(tmp_path), "LANG": "C"}
+    command = [sys.executable, "-m", "pellucid", "explain", request_id]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "Writing 40 tokens took" in done.stdout
+    assert "which no cache can remove" in " ".join(done.stdout.split())
+    done = subprocess.run([*command[:-1], "--json"], capture_output=True, text=True, env=environment, timeout=60)
+    assert json.loads(done.stdout)["num_requests"] == 1
+
+
+@pytest.mark.long
+def test_an_engine_that_is_stopped_for_300_ms_is_a_gap_of_300_ms(tmp_path):
+    """In a step or between two. On a machine whose steps vary as much as that, nobody could tell; so one of five."""
+    server = start(tmp_path, "--kv-memory", "64MiB")
+    try:
+        body = {"prompt": [9] * 40, "ignore_eos": True, "include_ledger": True}
+        server.post("/v1/completions", **body, max_tokens=100)
+        found = []
+        with ThreadPoolExecutor() as pool:
+            for _ in range(5):
+                reply = pool.submit(server.post, "/v1/completions", **body, max_tokens=200)
+                while server.metric("pellucid_running") == 0:
+                    time.sleep(0.005)
+                server.engine().suspend()
+                time.sleep(0.3)
+                server.engine().resume()
+                found.append(reply.result()["ledger"]["causes"]["engine.gap"])
+        assert any(gap >= 0.27 for gap in found), found
+    finally:
+        stop(server)
 
 
 def test_when_the_engine_dies_everyone_is_told(tmp_path):

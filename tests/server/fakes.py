@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pellucid.core.errors import PellucidError, RequestRejected
 from pellucid.core.events import Finished, FinishReason, Queued, TokensGenerated
+from pellucid.core.ledger import LedgerReport
 from pellucid.core.request import Request
 from pellucid.core.tenants import Tenant
 from pellucid.engine.client import EngineState, EngineStats, StreamEvent
@@ -29,6 +30,7 @@ class FakeEngine:
     reason: str = ""
     cached: int = 0
     predicted: float | None = None
+    ledger: LedgerReport | None = None
     ends: FinishReason = "stop"
     hold_after: int | None = None
     fail_after: int | None = None
@@ -66,7 +68,7 @@ class FakeEngine:
                     reason = "length"
                     break
             finished = True
-            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached)
+            yield Finished(request.id, reason, len(request.prompt), num_generated, self.cached, self.ledger)
         finally:
             self.open.discard(request.id)
             if not finished:

@@ -22,7 +22,7 @@ from pellucid.telemetry.store import StoredRequest, StoreReader
 
 def explain_requests(
     request_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="A request (the X-Request-Id of its reply); or its beginning.")
+        str | None, typer.Argument(metavar="ID", help="A request (the X-Request-Id of its reply); or its beginning.")
     ] = None,
     slowest: Annotated[int | None, typer.Option(min=1, help="The N requests that took longest.")] = None,
     tenant: Annotated[str | None, typer.Option(help="Only requests of this tenant.")] = None,

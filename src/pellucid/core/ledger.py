@@ -59,6 +59,8 @@ CAUSES: dict[str, str] = {
 }
 """Every cause and what it means, in the order in which a request meets them. There are no others."""
 
+_ROUNDING = 1e-12  # seconds that only the order of additions makes
+
 PhaseName = Literal["receive", "queue", "prefill", "decode", "preempted", "deliver"]
 Causes = tuple[tuple[str, float], ...]
 
@@ -95,8 +97,8 @@ class TokenCounts(NamedTuple):
 class Miss(NamedTuple):
     """Prompt blocks `[start, end)` that did not come from the cache, and why.
 
-    `cold`: nobody had computed them here. `evicted`: they were cached, until `at` (seconds from arrival, so never
-    above 0) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on. `namespace`:
+    `cold`: nobody had computed them here. `evicted`: they were cached, until `at` (seconds from arrival; before it
+    where negative) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on. `namespace`:
     they are cached, for others. `partial`: the end of the prompt that fills no block (its last token is always
     computed). `off`: the request may not use the cache.
     """
@@ -256,7 +258,7 @@ def _summed(parts: Iterable[Iterable[tuple[str, float]]]) -> Causes:
     for part in parts:
         for cause, seconds in part:
             total[cause] = total.get(cause, 0.0) + seconds
-    return tuple((cause, total[cause]) for cause in CAUSES if total.get(cause))
+    return tuple((cause, total[cause]) for cause in CAUSES if abs(total.get(cause, 0.0)) > _ROUNDING)
 
 
 def _total(causes: Causes) -> float:

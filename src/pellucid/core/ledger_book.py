@@ -34,8 +34,8 @@ _RESOLUTION = 1e-9  # what adding up may lose, relative to a request's time
 
 
 class LedgerBook:
-    """The open ledgers of one scheduler. `cost` prices steps, `floor` what a request would take alone (by default the
-    same model); `token_budget` is the longest chunk of a prompt that is alone."""
+    """The open ledgers of one scheduler. `cost` prices steps; what a request would have taken alone is the lower of
+    `cost` and `floor` (the roofline), its prompt computed in chunks of `token_budget`."""
 
     def __init__(self, cost: CostModel, token_budget: int, *, floor: CostModel | None = None) -> None:
         self._cost = cost
@@ -340,7 +340,7 @@ class LedgerBook:
     def _floors(self, sequence: Sequence) -> Floors:
         num_prompt, num_output = sequence.num_prompt, sequence.num_generated
         middle = num_prompt + num_output // 2
-        per_token = self._floor.predict(StepFeatures(1, middle, middle, 1, 1)).seconds
+        per_token = self._alone(StepFeatures(1, middle, middle, 1, 1))
         decoding = per_token * max(0, num_output - 1)
         return Floors(
             self._prefill_floor(sequence.num_cached, num_prompt) + decoding,
@@ -353,11 +353,13 @@ class LedgerBook:
         while start < end:
             stop = min(start + self._token_budget, end)
             num = stop - start
-            total += self._floor.predict(
-                StepFeatures(num, num * (start + stop + 1) // 2, stop, 1, int(stop == end))
-            ).seconds
+            total += self._alone(StepFeatures(num, num * (start + stop + 1) // 2, stop, 1, int(stop == end)))
             start = stop
         return total
+
+    def _alone(self, features: StepFeatures) -> float:
+        """The least that is believed of such a step: what the roofline says, or what steps here have shown."""
+        return min(self._cost.predict(features).seconds, self._floor.predict(features).seconds)
 
 
 def _taken(occupant: Occupant) -> float:

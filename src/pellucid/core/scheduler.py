@@ -45,6 +45,7 @@ from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
 from pellucid.core.launch import Launched, seal
 from pellucid.core.ledger_book import LedgerBook
+from pellucid.core.misses import MissBook
 from pellucid.core.plan import Chunk, StepPlan, StepResult
 from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
@@ -77,18 +78,20 @@ class Scheduler:
         self.tiers = TierCosts(config, self.cost)
         self.pressure = Pressure()
         self.book = ServiceBook(config.tenants, config.fair_quantum)
-        self.ledgers = LedgerBook(self.cost, config.token_budget)
+        self.ledgers = LedgerBook(self.cost, config.token_budget, floor=FittedCost(config.cost_prior))
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)
+        self._on_block_event = on_block_event
         self.kv = KVManager(
             config.num_blocks,
             config.block_size,
             prefix_cache=config.prefix_cache,
             num_host_blocks=config.num_host_blocks,
             tiers=self.tiers if config.num_host_blocks else None,
-            on_block_event=on_block_event,
+            on_block_event=self._note_block,
         )
+        self.misses = MissBook(self.kv.tree, config.block_size)
         self._set_shares(config.tenants)
         self.claims = PrefixClaims(config.block_size)
         self.in_flight: deque[Launched] = deque()
@@ -148,6 +151,11 @@ class Scheduler:
 
     def _set_shares(self, tenants: tuple[Tenant, ...]) -> None:
         self.kv.shares = {t.name: int(t.kv_share * self.config.num_blocks) for t in tenants if t.kv_share < 1.0}
+
+    def _note_block(self, event: BlockEvent) -> None:
+        self.misses.on_block_event(event)
+        if self._on_block_event is not None:
+            self._on_block_event(event)
 
     def take_events(self) -> list[Event]:
         """What happened since events were last handed out; `commit` and `abort` return it as well."""
@@ -264,6 +272,7 @@ class Scheduler:
             if self.config.chunked_prefill:
                 count = max(1, min(count, room * self.config.block_size - sequence.num_scheduled))
             num_before = len(sequence.block_table)
+            self.misses.reclaiming(sequence.request.tenant, now)
             if self.kv.reserve(sequence, sequence.num_scheduled + count):
                 break
             victim = choose_victim(self.running.values(), self.waiting.victim_key)
@@ -388,6 +397,7 @@ class Scheduler:
             self._events.append(Resumed(request.id, kept, sequence.num_computed - kept, recomputed))
             return
         sequence.num_cached = sequence.num_charged = sequence.num_computed
+        sequence.ledger.misses = self.misses.explain(sequence, match.nodes, self.kv.match_limit(sequence))
         self.book.charge(request.tenant, cached=sequence.num_cached)
         self._events.append(Admitted(request.id, sequence.num_prompt, sequence.num_cached, now - request.arrival))
 

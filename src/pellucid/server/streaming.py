@@ -10,20 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pellucid.core.errors import PellucidError
 from pellucid.server.errors import as_api_error
+from pellucid.server.wire import Wait, waits_of
 
 T = TypeVar("T")
 Write = Callable[[bytes], Awaitable[None]]
 log = logging.getLogger("pellucid.server")
-_SLOW_WRITE = 0.001  # seconds; a write that takes this long has waited for the reader
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
@@ -52,28 +51,20 @@ async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Outlet:
-    """What becomes of the writes of one reply: `slow` are those that had to wait for the reader, and `ended` is called
-    once, with the moment when the last byte was written or the reader was found gone."""
+    """Where one reply goes out. `ended` is called once, with the moment when the last byte was written or the reader
+    was found gone."""
 
     def __init__(self) -> None:
-        self.slow: deque[tuple[float, float]] = deque(maxlen=256)
         self.ended: Callable[[float], None] = lambda now: None
+        self._waits: Sequence[Wait] = ()
 
-    def timed(self, send: Send) -> Send:
-        """`send`, with its calls timed."""
-
-        async def timed_send(message: Message) -> None:
-            began = time.monotonic()
-            await send(message)
-            now = time.monotonic()
-            if now - began >= _SLOW_WRITE:
-                self.slow.append((began, now))
-
-        return timed_send
+    def opened(self, scope: Scope) -> None:
+        """The reply goes out over this connection."""
+        self._waits = waits_of(scope)
 
     def seconds_blocked(self, start: float, end: float) -> float:
         """How long writes waited for the reader within [start, end]."""
-        return sum(max(0.0, min(end, e) - max(start, b)) for b, e in self.slow)
+        return sum(max(0.0, min(end, e) - max(start, b)) for b, e in self._waits)
 
 
 class WholeReply(Response):
@@ -84,8 +75,9 @@ class WholeReply(Response):
         self._outlet = outlet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outlet.opened(scope)
         try:
-            await super().__call__(scope, receive, self._outlet.timed(send))
+            await super().__call__(scope, receive, send)
         finally:
             self._outlet.ended(time.monotonic())
 
@@ -104,8 +96,9 @@ class EventStream(Response):
         self._produce, self._late_headers, self._outlet = produce, headers, outlet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._outlet.opened(scope)
         try:
-            await until_disconnect(receive, self._send_all(scope, receive, self._outlet.timed(send)))
+            await until_disconnect(receive, self._send_all(scope, receive, send))
         finally:
             self._outlet.ended(time.monotonic())
 

@@ -215,7 +215,10 @@ def explain_aggregate(total: Aggregate, language: Language = "en") -> list[str]:
         words["hit_rate"].format(
             rate=f"{total.hit_rate:.0%}", part=f"{total.removable_seconds / waited:.0%}", num=f"{total.num_requests:,}"
         ),
-        words["certain"].format(part=f"{total.own_prefill_seconds / waited:.0%}"),
+        words["certain"].format(
+            part=f"{total.own_prefill_seconds / waited:.0%}",
+            rest=f"{(total.removable_seconds - total.own_prefill_seconds) / waited:.0%}",
+        ),
         words["largest"].format(part=f"{seconds / waited:.0%}", cause=words[name]),
     ]
 
@@ -252,7 +255,7 @@ _ENGLISH = {
     "somebody": "somebody",
     "hit_rate": "Over {num} requests the hit rate was {rate}; a perfect cache would still remove at most {part} of "
     "what users waited.",
-    "certain": "Only {part} were spent on reading one's own prompt; the rest of that is waiting beside other prompts.",
+    "certain": "{part} went into reading one's own prompt, {rest} into waiting that others' prompts may have caused.",
     "largest": "The largest part, {part}, was spent {cause}.",
     "nothing": "No request has been kept for this question.",
     **cause.CAUSES,
@@ -282,7 +285,7 @@ _CHINESE = {
     "tenant": "租户 {tenant} ",
     "somebody": "其他请求",
     "hit_rate": "{num} 个请求的缓存命中率为 {rate}；即使缓存完美，最多也只能再减少用户等待时间的 {part}。",
-    "certain": "其中只有 {part} 真正用于计算自己的提示词，其余是在等待其他提示词。",
+    "certain": "其中 {part} 用于计算自己的提示词，{rest} 是可能由其他提示词造成的等待。",
     "largest": "占比最大的是{cause}，为 {part}。",
     "nothing": "没有符合条件的请求记录。",
     cause.TOKENIZE: "把文本切分为 token",

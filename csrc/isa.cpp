@@ -48,7 +48,8 @@ Isa detect() {
   if (!(saves_ymm && bit(one.c, 12) && bit(one.c, 29) && bit(seven.b, 5))) return Isa::portable;
   const bool avx512 = bit(seven.b, 16) && bit(seven.b, 17) && bit(seven.b, 30) && bit(seven.b, 31) && bit(seven.c, 11);
   if (!(saves_zmm && avx512)) return Isa::avx2;
-  const bool amx = bit(seven.d, 22) && bit(seven.d, 24) && bit(seven.d, 25) && bit(seven_one.a, 5);
+  // And the byte permutations of AVX512-VBMI, which every processor with tiles has.
+  const bool amx = bit(seven.c, 1) && bit(seven.d, 22) && bit(seven.d, 24) && bit(seven.d, 25) && bit(seven_one.a, 5);
   if (!(saves_tiles && amx && tiles_granted())) return Isa::avx512;
   return Isa::amx;
 }

@@ -42,7 +42,7 @@ void attend(const AttentionArgs& a, const AttentionItem& item, const AttentionIt
 
 #if defined(__AMX_TILE__)
 constexpr bool kHasTiles = true;
-static_assert(sizeof(TileScratch) <= (size_t{4} << 20));
+static_assert(sizeof(ChunkScratch) <= (size_t{4} << 20) && sizeof(DecodeScratch) <= sizeof(ChunkScratch));
 #else
 constexpr bool kHasTiles = false;
 static_assert(sizeof(VectorScratch) <= (size_t{4} << 20));

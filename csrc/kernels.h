@@ -142,7 +142,7 @@ struct AttentionArgs {
 // with its own maximum, merged in order: the result of a row does not depend on the number of threads, nor, if
 // `deterministic`, on the batch.
 constexpr int64_t kSplit = 512;
-constexpr int64_t kItemRows = 192;  // most query rows (row x head of the group) in one item
+constexpr int64_t kItemRows = 384;  // most query rows (row x head of the group) in one item
 
 struct AttentionItem {
   const Sequence* sequence;

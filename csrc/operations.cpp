@@ -72,7 +72,8 @@ AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int
   // Large items read keys and values less often, small ones keep every thread busy to the end.
   int64_t chunk_queries = 0;
   for (const Sequence& s : sequences) chunk_queries += s.num_rows * num_heads;
-  const int64_t item_rows = chunk_queries >= 8 * num_threads * kItemRows ? kItemRows : kItemRows / 4;
+  int64_t item_rows = kItemRows;
+  while (item_rows > kItemRows / 8 && chunk_queries < 6 * num_threads * item_rows) item_rows /= 2;
   for (const Sequence& s : sequences) {
     const int64_t queries = s.num_rows * group;
     const int64_t splits = (s.context + kSplit - 1) / kSplit;

@@ -31,5 +31,24 @@ inline void configure(int top, int bottom) {
   load_config(config);
 }
 
+// The tile instructions with the register as a template argument (the intrinsics take literals only), and with what they
+// do to memory told to the compiler.
+template <int kTile>
+inline void zero_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+template <int kTile>
+inline void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
+}
+template <int kTile>
+inline void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(to), "r"(stride) : "memory");
+}
+template <int kSum, int kRows, int kColumns>
+inline void multiply_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
+}
+
 }  // namespace
 }  // namespace pellucid

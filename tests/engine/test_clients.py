@@ -127,6 +127,22 @@ async def test_what_cannot_fit_is_refused(client):
         await tokens(client, request("b"))  # and the engine goes on
 
 
+async def test_every_step_is_told_once_and_the_last_ones_can_be_asked_for(client):
+    told: list[int] = []
+    client.on_steps(lambda summaries: told.extend(summary.step_id for summary in summaries))
+    await asyncio.gather(*(tokens(client, request(f"r{i}", max_tokens=60)) for i in range(3)))
+    num_steps = client.stats().num_steps
+    await wait_until(lambda: len(told) >= num_steps)
+    assert told == list(range(client.stats().num_steps))
+    records = await client.last_steps(3)
+    assert [record.summary.step_id for record in records] == told[-3:]
+    assert {who.request_id for who in records[0].who} <= {"r0", "r1", "r2"}
+    assert len(await client.last_steps(1000)) == 32, "what the recorder keeps"
+    await client.close()
+    with pytest.raises(EngineDead):
+        await client.last_steps(1)
+
+
 async def test_an_id_in_use_is_refused(client):
     first = client.submit(request("a", max_tokens=100))
     await anext(first)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.telemetry.reports import report, stored
 from tests.telemetry.steps import summary
 
 from pellucid.core.errors import RequestRejected
-from pellucid.core.events import Finished
-from pellucid.core.request import Request
+from pellucid.core.ledger import TokenCounts
 from pellucid.engine.engine import EngineStats
 from pellucid.telemetry import catalogue, vllm_names
-from pellucid.telemetry.choice_times import ChoiceTimes, EndedChoice, OnEnd
+from pellucid.telemetry.choice_times import ChoiceTimes
 from pellucid.telemetry.machine_use import MachineLimits, MachineUse, StepWork
 from pellucid.telemetry.prometheus import MOST_TENANTS, ServerMetrics
 
@@ -40,62 +40,79 @@ def value(shown: ServerMetrics, name: str, **labels: str) -> float:
     return samples(shown)[name, frozenset(labels.items())]
 
 
+def by_label(shown: ServerMetrics, name: str, label: str) -> dict[str, float]:
+    return {dict(labels)[label]: number for (found, labels), number in samples(shown).items() if found == name}
+
+
 def full(**options: Any) -> ServerMetrics:
     """Everything that can be shown: each counter with labels has been counted once."""
     shown = metrics(machine=MachineUse(WORK, MachineLimits(1e6, 1e6)), clock=lambda: 12.0, **options)
     shown.count_reply("/v1/completions", 200)
     shown.count_rejection(RequestRejected("queue_full", "no", retry_after=1.0, limit="machine"))
     shown.steps([summary(1), summary(2)])
-    choice(shown, "acme").end("stop", 9.0)
+    streamed(shown).end("stop")
+    shown.ended(stored("r", LEDGER, tenant="acme"))
     return shown
 
 
-def choice(shown: ServerMetrics, tenant: str, on_end: OnEnd | None = None) -> ChoiceTimes:
-    """Arrives at 1, is expected at 3, has its first of 5 tokens at 4, and all at 6."""
-    times = shown.choice(Request("r", tuple(range(10)), arrival=1.0, tenant=tenant), on_end)
-    times.predicted(2.0, 1.0)
-    times.tokens(1, 4, 4.0)
-    times.tokens(4, 4, 6.0)
-    times.finished(Finished("r", "stop", 10, 5, 4, (("queue.memory", 1.5), ("queue.fairness", 0.5), ("decode", 3.0))))
+def streamed(shown: ServerMetrics) -> ChoiceTimes:
+    """Arrives at 1, is expected at 3.5, has its first of 5 tokens at 4, and all at 6."""
+    times = shown.choice(1.0)
+    times.predicted(2.0, 1.5)
+    times.tokens(1, 4.0)
+    times.tokens(4, 6.0)
     return times
 
 
-def test_a_choice():
+LEDGER = report(
+    {"queue.memory": 1.5, "engine.gap": 0.25, "queue.fairness": 0.5},
+    {"prefill.own": 0.75},
+    {"decode.own": 3.0},
+    tokens=TokenCounts(prompt=100, cached=48, cached_host=16, recomputed=7, output=20),
+)
+
+
+def test_a_choice_while_it_streams():
     shown = metrics()
-    heard: list[EndedChoice] = []
-    choice(shown, "acme", heard.append).end("stop", 7.0)
-    sums = {name: value(shown, f"pellucid_{name}_seconds_sum") for name in ("time_to_first_token", "e2e", "queue")}
-    assert sums == {"time_to_first_token": 3.0, "e2e": 6.0, "queue": 2.0}
+    streamed(shown).end("stop")
+    assert value(shown, "pellucid_time_to_first_token_seconds_sum") == 3.0
     assert value(shown, "pellucid_inter_token_latency_seconds_count") == 4
     assert value(shown, "pellucid_inter_token_latency_seconds_sum") == 2.0
     assert value(shown, "pellucid_time_per_output_token_seconds_sum") == 0.5
-    assert value(shown, "pellucid_time_to_first_token_prediction_ratio_sum") == 1.5
-    assert value(shown, "pellucid_cause_seconds_total", tenant="acme", cause="queue.memory") == 1.5
-    tokens = {
-        source: value(shown, "pellucid_tokens_total", tenant="acme", source=source)
-        for source in ("computed", "cached_device", "output")
-    }
-    assert tokens == {"computed": 6, "cached_device": 4, "output": 5}
-    assert heard[0].request_id == "r"
-    assert (heard[0].first_token, heard[0].ended) == (4.0, 7.0)
+    assert value(shown, "pellucid_time_to_first_token_prediction_ratio_sum") == 1.25
+    assert value(shown, "pellucid_choices_finished_total", reason="stop") == 1
 
 
-def test_a_choice_that_left_before_its_first_token_tells_no_tokens_and_no_causes():
+def test_a_ledger_that_closes():
     shown = metrics()
-    shown.choice(Request("r", (1, 2), arrival=1.0)).end("disconnect", 2.0)
-    assert value(shown, "pellucid_tokens_total", tenant="default", source="output") == 0
-    assert not any(name == "pellucid_cause_seconds_total" for name, _ in samples(shown))
+    shown.ended(stored("r", LEDGER, tenant="acme"))
+    assert value(shown, "pellucid_e2e_seconds_sum") == 6.0
+    assert value(shown, "pellucid_queue_seconds_sum") == 2.0
+    causes = {
+        dict(labels)["cause"]: v for (n, labels), v in samples(shown).items() if n == "pellucid_cause_seconds_total"
+    }
+    assert sum(causes.values()) == 6.0, "they sum to the end-to-end time"
+    assert causes["queue.memory"] == 1.5
+    tokens = by_label(shown, "pellucid_tokens_total", "source")
+    assert tokens == {"computed": 52, "cached_device": 32, "cached_host": 16, "recomputed": 7, "output": 20}
+
+
+def test_a_request_that_left_before_its_first_token_computed_nobody_knows_how_much():
+    shown = metrics()
+    shown.choice(1.0).end("disconnect")
+    shown.ended(stored("r", report({"queue.capacity": 1.0}, tokens=TokenCounts(100, 0, 0, 0, 0)), reason="disconnect"))
+    assert set(by_label(shown, "pellucid_tokens_total", "source")) == {"output", "recomputed"}
     assert value(shown, "pellucid_time_to_first_token_seconds_count") == 0
     assert value(shown, "pellucid_e2e_seconds_count") == 1
 
 
 def test_a_refused_choice_is_a_rejection_and_no_latency():
     shown = metrics()
-    times = shown.choice(Request("r", (1, 2), arrival=1.0))
+    times = shown.choice(1.0)
     times.rejected(RequestRejected("tenant_waiting", "no", retry_after=1.0, limit="tenant"))
-    times.end("rejected", 2.0)
+    times.end("rejected")
     assert value(shown, "pellucid_rejections_total", limit="tenant", code="tenant_waiting") == 1
-    assert value(shown, "pellucid_e2e_seconds_count") == 0
+    assert value(shown, "pellucid_time_to_first_token_seconds_count") == 0
     shown.count_rejection(RequestRejected("context_length_exceeded", "no"))
     assert value(shown, "pellucid_rejections_total", limit="request", code="context_length_exceeded") == 1
 
@@ -103,12 +120,12 @@ def test_a_refused_choice_is_a_rejection_and_no_latency():
 def test_no_number_of_tenants_makes_more_series_than_the_bound():
     shown = metrics()
     for index in range(3 * MOST_TENANTS):
-        choice(shown, f"t{index}").end("stop", 7.0)
-    choice(shown, "t0").end("stop", 7.0)
+        shown.ended(stored("r", LEDGER, tenant=f"t{index}"))
+    shown.ended(stored("r", LEDGER, tenant="t0"))
     tenants = {dict(labels)["tenant"] for name, labels in samples(shown) if name == "pellucid_tokens_total"}
     assert len(tenants) == MOST_TENANTS + 1
-    assert value(shown, "pellucid_tokens_total", tenant="other", source="output") == 5 * 2 * MOST_TENANTS
-    assert value(shown, "pellucid_tokens_total", tenant="t0", source="output") == 10
+    assert value(shown, "pellucid_tokens_total", tenant="other", source="output") == 20 * 2 * MOST_TENANTS
+    assert value(shown, "pellucid_tokens_total", tenant="t0", source="output") == 40
 
 
 def test_steps():
@@ -142,12 +159,14 @@ def test_the_engines_numbers():
         num_preemptions=3,
         num_preempted_swap=1,
         num_preempted_recompute=2,
+        ledger_residue_seconds=0.5,
     )
     shown = metrics(stats, vllm_model="m")
-    waiting = {dict(labels)["reason"]: v for (name, labels), v in samples(shown).items() if name == "pellucid_waiting"}
+    waiting = by_label(shown, "pellucid_waiting", "reason")
     assert waiting == {"queue.memory": 3, "queue.fairness": 1, "unspecified": 1}
     assert value(shown, "pellucid_blocks", tier="host", state="cached") == 9
     assert value(shown, "pellucid_preemptions_total", fate="swap") == 1
+    assert value(shown, "pellucid_ledger_residue_seconds_total") == 0.5
     assert value(shown, "vllm:num_requests_waiting", model_name="m", engine="0") == 6
     assert value(shown, "vllm:kv_cache_usage_perc", model_name="m", engine="0") == 0.6
     assert value(shown, "vllm:num_preemptions_total", model_name="m", engine="0") == 3

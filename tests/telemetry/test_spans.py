@@ -7,29 +7,20 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.telemetry.reports import report, stored
 
 from pellucid.core.errors import ConfigError
+from pellucid.core.ledger import CAUSES, TokenCounts
 from pellucid.telemetry import spans
-from pellucid.telemetry.choice_times import EndedChoice
 from pellucid.telemetry.spans import RequestSpans, intervals
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-CAUSES = (("queue.memory", 0.25), ("prefill.own", 0.5), ("decode.own", 1.25))
-
-
-def choice(reason: str = "stop", causes=CAUSES) -> EndedChoice:
-    return EndedChoice(
-        request_id="cmpl-1",
-        tenant="acme",
-        reason=reason,
-        arrival=100.0,
-        ended=102.0,
-        first_token=100.75,
-        seconds_per_token=0.1,
-        num_prompt=7,
-        tokens={"output": 3, "computed": 5, "cached_device": 2},
-        causes=causes,
-    )
+LEDGER = report(
+    {"queue.memory": 0.25, "engine.gap": 0.0, "queue.fairness": 0.5},
+    {"prefill.own": 0.5},
+    {"decode.own": 0.5, "decode.stalled": 0.25},
+    tokens=TokenCounts(7, 2, 0, 0, 3),
+)
 
 
 @pytest.fixture
@@ -45,37 +36,57 @@ def exported():
     return RequestSpans(provider), memory.get_finished_spans
 
 
-def test_a_span_a_cause_within_the_request_within_the_callers_trace(exported):
+def children(spans, of):
+    found = [span for span in spans if span.parent is not None and span.parent.span_id == of.context.span_id]
+    return sorted(found, key=lambda span: span.start_time)
+
+
+def test_a_span_a_cause_within_its_phase_within_the_callers_trace(exported):
     made, finished = exported
-    made.for_request({"traceparent": f"00-{TRACE}-{PARENT}-01"})(choice())
-    *children, span = finished()
-    assert (span.name, [child.name for child in children]) == ("request", [name for name, _ in CAUSES])
-    assert f"{span.context.trace_id:032x}" == TRACE
-    assert f"{span.parent.span_id:016x}" == PARENT
-    assert all(child.parent.span_id == span.context.span_id for child in children)
-    edges = [span.start_time, *(child.end_time for child in children)]
-    assert [child.start_time for child in children] == edges[:-1], "end to end"
-    assert (edges[-1], span.end_time) == (span.start_time + 2_000_000_000, span.start_time + 2_000_000_000)
-    assert span.events[0].timestamp == span.start_time + 750_000_000
-    assert span.attributes["pellucid.tokens.cached_device"] == 2
-    assert span.attributes["pellucid.tenant"] == "acme"
-    assert span.status.is_ok
+    made.send(stored("cmpl-1", LEDGER, tenant="acme", at=1e9), {"traceparent": f"00-{TRACE}-{PARENT}-01"})
+    spans = finished()
+    (request,) = [span for span in spans if span.name == "request"]
+    assert f"{request.context.trace_id:032x}" == TRACE
+    assert f"{request.parent.span_id:016x}" == PARENT
+    assert (request.start_time, request.end_time) == (10**18 - 2 * 10**9, 10**18)
+    phases = children(spans, request)
+    assert [phase.name for phase in phases] == ["queue", "prefill", "decode"]
+    assert [phase.start_time for phase in phases] == [request.start_time, *(p.end_time for p in phases[:-1])]
+    assert phases[-1].end_time == request.end_time
+    causes = {phase.name: [cause.name for cause in children(spans, phase)] for phase in phases}
+    assert causes == {
+        "queue": ["queue.memory", "queue.fairness"],
+        "prefill": ["prefill.own"],
+        "decode": ["decode.own", "decode.stalled"],
+    }
+    assert all(f"{span.context.trace_id:032x}" == TRACE for span in spans)
+    assert request.events[0].timestamp == request.start_time + 1_250_000_000
+    assert (request.attributes["pellucid.tokens.cached"], request.attributes["pellucid.tenant"]) == (2, "acme")
+    assert request.status.is_ok
 
 
 def test_without_a_parent_it_begins_a_trace_and_an_error_is_one(exported):
     made, finished = exported
-    made.for_request({"traceparent": "nonsense"})(choice("error", causes=()))
+    made.send(stored("cmpl-1", report(), reason="error"), {"traceparent": "nonsense"})
     (span,) = finished()
     assert span.parent is None
     assert not span.status.is_ok
 
 
-@given(st.lists(st.floats(0, 1e4), max_size=20))
-def test_intervals_touch_and_sum_up(seconds):
-    laid = list(intervals(choice(causes=tuple(("c", s) for s in seconds)), arrival=10**18))
-    ends = [10**18, *(interval.end for interval in laid)]
-    assert [interval.start for interval in laid] == ends[:-1]
-    assert ends[-1] - 10**18 == pytest.approx(sum(seconds) * 1e9, abs=len(seconds) + 1, rel=1e-9)
+SECONDS = st.dictionaries(st.sampled_from(sorted(CAUSES)), st.floats(0, 1e4), max_size=8)
+
+
+@given(SECONDS, SECONDS, SECONDS)
+def test_causes_tile_their_phase_and_phases_the_request(queue, prefill, decode):
+    ledger = report(queue, prefill, decode)
+    laid = list(intervals(ledger, 10**18))
+    edges = [10**18, *(phase.end for phase in laid)]
+    assert [phase.start for phase in laid] == edges[:-1]
+    assert edges[-1] == 10**18 + round(ledger.e2e_seconds * 1e9)
+    for phase in laid:
+        inner = [phase.start, *(cause.end for cause in phase.parts)]
+        assert [cause.start for cause in phase.parts] == pytest.approx(inner[:-1], abs=2, rel=0)
+        assert inner[-1] == pytest.approx(phase.end, abs=2000, rel=0)
 
 
 def test_without_the_extra_the_flag_says_what_to_install(monkeypatch):

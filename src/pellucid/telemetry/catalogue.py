@@ -49,13 +49,13 @@ TPOT = Metric(
 E2E = Metric(
     "pellucid_e2e_seconds",
     "histogram",
-    "From the arrival of a request to the end of a choice, however it ended unless it was refused.",
+    "From the arrival of a request to the last byte of a choice, however it ended unless it was refused.",
     buckets=(0.05, 0.1, 0.2, 0.4, *_TO_A_MINUTE, 102.4, 204.8, 409.6),
 )
 QUEUE = Metric(
     "pellucid_queue_seconds",
     "histogram",
-    "Per choice that the engine ended: the seconds that its ledger has under queue causes.",
+    "Per choice: the seconds that its ledger has under queue causes.",
     buckets=(0.001, 0.01, 0.05, 0.1, 0.2, 0.4, *_TO_A_MINUTE, 102.4, 204.8),
 )
 CAUSES = Metric(
@@ -67,8 +67,8 @@ CAUSES = Metric(
 TOKENS = Metric(
     "pellucid_tokens_total",
     "counter",
-    "Tokens of ended requests by tenant and source: prompt tokens computed, cached_device, cached_host; output tokens "
-    "(output); tokens computed again after a preemption (recomputed).",
+    "Tokens of ended requests by tenant and source: output; of prompts that were read to their end computed, "
+    "cached_device and cached_host; recomputed after a preemption.",
     ("tenant", "source"),
 )
 TTFT_PREDICTION = Metric(
@@ -110,6 +110,11 @@ PROMPT_TOKENS = Metric("pellucid_prompt_tokens_total", "counter", "Prompt tokens
 CACHED_TOKENS = Metric("pellucid_cached_tokens_total", "counter", "Those of them that came from the prefix cache.")
 GENERATED_TOKENS = Metric("pellucid_generated_tokens_total", "counter", "Output tokens generated.")
 FINISHED = Metric("pellucid_finished_total", "counter", "Requests that ended in the engine, for whatever reason.")
+LEDGER_RESIDUE = Metric(
+    "pellucid_ledger_residue_seconds_total",
+    "counter",
+    "What the causes of ended requests missed of their time. Anything but 0 is a bug of ours.",
+)
 
 # Steps.
 STEP_SECONDS = Metric(

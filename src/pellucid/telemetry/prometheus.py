@@ -1,8 +1,8 @@
 """What `/metrics` shows, in Prometheus' text format.
 
-Three sources, each number from one of them: the engine's snapshot, read when asked for (gauges and what only the engine
-counts); the steps, which the engine sends in batches; and the times of replies, observed as they happen, which only the
-server can see. What each metric means stands in `catalogue.py`.
+Four sources, each number from one of them: the engine's snapshot, read when asked for (gauges and what only the engine
+counts); the steps, which the engine sends in batches; the times of replies, observed as they happen, which only the
+server can see; and the ledger of each request that ended. What each metric means stands in `catalogue.py`.
 
 Invariants: one event loop touches a `ServerMetrics`; tenants beyond the first `MOST_TENANTS` seen share the label
 `other`, so that no client can grow the number of series.
@@ -19,12 +19,12 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from pellucid.core.errors import RequestRejected
-from pellucid.core.request import Request
 from pellucid.core.step_record import StepSummary
 from pellucid.telemetry import catalogue, vllm_names
-from pellucid.telemetry.choice_times import ChoiceTimes, EndedChoice, Listeners, OnEnd
+from pellucid.telemetry.choice_times import ChoiceTimes, Listeners
 from pellucid.telemetry.families import Counters, Histogram, counter, gauge
 from pellucid.telemetry.machine_use import RESOURCES, MachineUse
+from pellucid.telemetry.store import StoredRequest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MOST_TENANTS = 50
@@ -72,7 +72,9 @@ class ServerMetrics:
         self.step_predicted = Histogram(catalogue.STEP_PREDICTED)
         self.step_prediction = Histogram(catalogue.STEP_PREDICTION)
         self.step_tokens = Histogram(catalogue.STEP_TOKENS)
-        self._listeners = Listeners(self.ttft, self.itl, self.ttft_prediction, self.count_rejection, self._ended)
+        self._listeners = Listeners(
+            self.ttft, self.itl, self.tpot, self.ttft_prediction, self.choices, self.count_rejection
+        )
         self._registry = CollectorRegistry()
         self._registry.register(_Families(self._families))
 
@@ -86,9 +88,24 @@ class ServerMetrics:
         """One request that was refused, by the server or by the engine."""
         self.rejections.add(1, error.limit or "request", error.code)
 
-    def choice(self, request: Request, on_end: OnEnd | None = None) -> ChoiceTimes:
-        """A choice of a request begins. `on_end` hears of its end as well."""
-        return ChoiceTimes(request, self._listeners, on_end)
+    def choice(self, arrival: float) -> ChoiceTimes:
+        """A choice of a request that arrived at `arrival` (seconds, any clock) begins."""
+        return ChoiceTimes(arrival, self._listeners)
+
+    def ended(self, record: StoredRequest) -> None:
+        """A request ended, and its ledger is closed."""
+        tenant, ledger = self._tenant(record.tenant), record.ledger
+        self.e2e.observe(ledger.e2e_seconds)
+        self.queue.observe(sum(seconds for cause, seconds in ledger.causes if cause.startswith("queue.")))
+        for cause, seconds in ledger.causes:
+            self.causes.add(seconds, tenant, cause)
+        tokens = ledger.tokens
+        if ledger.first_token_seconds is not None:  # else nobody knows how far its prompt was computed
+            self.tokens.add(tokens.prompt - tokens.cached, tenant, "computed")
+            self.tokens.add(tokens.cached - tokens.cached_host, tenant, "cached_device")
+            self.tokens.add(tokens.cached_host, tenant, "cached_host")
+        self.tokens.add(tokens.recomputed, tenant, "recomputed")
+        self.tokens.add(tokens.output, tenant, "output")
 
     def steps(self, summaries: Sequence[StepSummary]) -> None:
         """Steps that the engine has done."""
@@ -105,21 +122,6 @@ class ServerMetrics:
                 self.step_parts.add(seconds, phase)
             if self._machine is not None:
                 self._machine.add(step)
-
-    def _ended(self, choice: EndedChoice) -> None:
-        tenant = self._tenant(choice.tenant)
-        self.choices.add(1, choice.reason)
-        if choice.reason == "rejected":
-            return
-        self.e2e.observe(choice.ended - choice.arrival)
-        if choice.seconds_per_token is not None:
-            self.tpot.observe(choice.seconds_per_token)
-        for source, count in choice.tokens.items():
-            self.tokens.add(count, tenant, source)
-        if choice.causes:
-            self.queue.observe(sum(s for cause, s in choice.causes if cause.partition(".")[0] == "queue"))
-            for cause, seconds in choice.causes:
-                self.causes.add(seconds, tenant, cause)
 
     def _tenant(self, name: str) -> str:
         name = name or NO_TENANT
@@ -180,6 +182,7 @@ def _engine_families(snapshot: Snapshot) -> Iterable[Family]:
     yield counter(catalogue.CACHED_TOKENS, [((), snapshot["cached_tokens"])])
     yield counter(catalogue.GENERATED_TOKENS, [((), snapshot["generated_tokens"])])
     yield counter(catalogue.FINISHED, [((), snapshot["num_finished"])])
+    yield counter(catalogue.LEDGER_RESIDUE, [((), snapshot["ledger_residue_seconds"])])
 
 
 def _machine_families(machine: MachineUse, now: float) -> Iterable[Family]:

@@ -1,40 +1,46 @@
-"""OpenTelemetry: one span a choice, with a child for each interval that its ledger names, sent to an OTLP collector.
+"""OpenTelemetry: a span for each choice, one in it for each phase of its ledger, one in that for each cause.
 
-    request chatcmpl-...     [arrival ................................................. end]
-      queue                  [....]
-      prefill                     [...............]
-      decode                                       [......................................]
+    request                [arrival .............................................. last byte]
+      receive              [.]
+      queue                  [........]
+        queue.memory         [.....]
+        queue.fairness            [..]
+      prefill                         [...]
+      decode                               [...........................................]
 
 The parent is whatever the client's `traceparent` says, so a trace goes on from the caller through the engine's causes.
-The intervals are the ledger's: none overlap, together they are the span. Sending is the SDK's business, in a thread of
-its own with a bounded queue; a collector that is away loses spans, never requests.
+Phases are moments: they tile the span. Causes are sums: inside their phase they are laid end to end, largest truth they
+have. Sending is the SDK's business, in a thread of its own with a bounded queue; a collector that is away loses spans,
+never requests.
 
 The SDK is an optional extra (`pip install pellucid[otel]`); nothing here imports it before `connect` is called.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pellucid.core.errors import ConfigError
-from pellucid.telemetry.choice_times import EndedChoice, OnEnd
+from pellucid.core.ledger import LedgerReport
+from pellucid.telemetry.store import StoredRequest
 
 SERVICE = "pellucid"
+TRACE_HEADERS = ("traceparent", "tracestate")
 _FAILED = ("error", "deadline")
 
 
 class Interval(NamedTuple):
-    """A part of a span: nanoseconds since the epoch."""
+    """A part of a request: nanoseconds since the epoch, and what it is made of."""
 
     name: str
     start: int
     end: int
+    parts: tuple[Interval, ...] = ()
 
 
 class RequestSpans:
-    """Makes the spans of choices. `provider` is an OpenTelemetry SDK TracerProvider."""
+    """Makes the spans of requests. `provider` is an OpenTelemetry SDK TracerProvider."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -46,38 +52,30 @@ class RequestSpans:
         self._server, self._within = SpanKind.SERVER, set_span_in_context
         self._error = Status(StatusCode.ERROR)
 
-    def for_request(self, headers: Mapping[str, str]) -> OnEnd:
-        """What to call when a choice of a request with these headers has ended."""
-        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        parent = self._extract(carrier)
-
-        def ended(choice: EndedChoice) -> None:
-            self._send(choice, parent)
-
-        return ended
+    def send(self, record: StoredRequest, trace: Mapping[str, str]) -> None:
+        """Make the spans of a request that ended. `trace` has what `TRACE_HEADERS` its caller sent."""
+        ledger = record.ledger
+        end = round(record.finished_at * 1e9)
+        start = end - round(ledger.e2e_seconds * 1e9)
+        parent = self._extract(trace)
+        span = self._tracer.start_span("request", parent, self._server, _attributes(record), start_time=start)
+        if ledger.first_token_seconds is not None:
+            span.add_event("first token", timestamp=start + round(ledger.first_token_seconds * 1e9))
+        if record.reason in _FAILED:
+            span.set_status(self._error)
+        self._send_parts(span, intervals(ledger, start))
+        span.end(end)
 
     def close(self) -> None:
         """Send what is waiting, then stop. May take seconds where the collector is away."""
         self._provider.shutdown()
 
-    def _send(self, choice: EndedChoice, parent: Any) -> None:
-        epoch = time.time_ns() - round(time.monotonic() * 1e9)  # of the clock that `arrival` is on
-
-        def nanoseconds(at: float) -> int:
-            return epoch + round(at * 1e9)
-
-        span = self._tracer.start_span(
-            "request", parent, self._server, _attributes(choice), start_time=nanoseconds(choice.arrival)
-        )
-        if choice.first_token is not None:
-            span.add_event("first token", timestamp=nanoseconds(choice.first_token))
-        if choice.reason in _FAILED:
-            span.set_status(self._error)
+    def _send_parts(self, span: Any, parts: Iterator[Interval] | tuple[Interval, ...]) -> None:
         inside = self._within(span)
-        for interval in intervals(choice, nanoseconds(choice.arrival)):
-            child = self._tracer.start_span(interval.name, inside, start_time=interval.start)
-            child.end(interval.end)
-        span.end(nanoseconds(choice.ended))
+        for part in parts:
+            child = self._tracer.start_span(part.name, inside, start_time=part.start)
+            self._send_parts(child, part.parts)
+            child.end(part.end)
 
 
 def connect(endpoint: str) -> RequestSpans:
@@ -104,25 +102,31 @@ def traces_url(endpoint: str) -> str:
     return endpoint if path else f"{scheme}://{host}/v1/traces"
 
 
-def intervals(choice: EndedChoice, arrival: int) -> Iterator[Interval]:
-    """The ledger's causes laid end to end from `arrival` (nanoseconds), in their order."""
-    seconds = 0.0
-    for name, more in choice.causes:
-        start = arrival + round(seconds * 1e9)
-        seconds += more
-        yield Interval(name, start, arrival + round(seconds * 1e9))
+def intervals(ledger: LedgerReport, start: int) -> Iterator[Interval]:
+    """The phases of a ledger that began at `start` (nanoseconds), each with its causes laid end to end."""
+    for phase in ledger.phases:
+        if phase.end > phase.start:
+            causes = [(cause, seconds) for cause, seconds in phase.causes if seconds > 0.0]
+            parts, at = [], phase.start
+            for cause, seconds in causes:
+                parts.append(Interval(cause, start + round(at * 1e9), start + round((at + seconds) * 1e9)))
+                at += seconds
+            yield Interval(phase.name, start + round(phase.start * 1e9), start + round(phase.end * 1e9), tuple(parts))
 
 
-def _attributes(choice: EndedChoice) -> dict[str, str | int | float]:
+def _attributes(record: StoredRequest) -> dict[str, str | int | float]:
+    ledger = record.ledger
     attributes: dict[str, str | int | float] = {
-        "pellucid.request_id": choice.request_id,
-        "pellucid.tenant": choice.tenant,
-        "pellucid.finish_reason": choice.reason,
-        "gen_ai.usage.input_tokens": choice.num_prompt,
-        "gen_ai.usage.output_tokens": choice.tokens["output"],
+        "pellucid.request_id": record.id,
+        "pellucid.tenant": record.tenant,
+        "pellucid.finish_reason": record.reason,
+        "gen_ai.usage.input_tokens": ledger.tokens.prompt,
+        "gen_ai.usage.output_tokens": ledger.tokens.output,
+        "pellucid.tokens.cached": ledger.tokens.cached,
+        "pellucid.tokens.recomputed": ledger.tokens.recomputed,
+        "pellucid.num_steps": ledger.num_steps,
+        "pellucid.num_preemptions": ledger.num_preemptions,
     }
-    for source, count in choice.tokens.items():
-        attributes[f"pellucid.tokens.{source}"] = count
-    if choice.first_token is not None:
-        attributes["pellucid.time_to_first_token_seconds"] = choice.first_token - choice.arrival
+    if ledger.first_token_seconds is not None:
+        attributes["pellucid.time_to_first_token_seconds"] = ledger.first_token_seconds
     return attributes

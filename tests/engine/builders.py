@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.core.fakes import EOS, FakeExecutor
 
@@ -47,6 +48,11 @@ def fake_engine(progress: Callable[[str], None]) -> Engine:
 
 def failing_engine(progress: Callable[[str], None]) -> Engine:
     return Engine(Scheduler(CONFIG), FailingExecutor(64, 4), time.monotonic)
+
+
+def failing_recorded_engine(directory: Path, progress: Callable[[str], None]) -> Engine:
+    recorder = StepRecorder(32, directory)
+    return Engine(Scheduler(CONFIG), FailingExecutor(64, 4), time.monotonic, recorder=recorder)
 
 
 def broken_model(progress: Callable[[str], None]) -> Engine:

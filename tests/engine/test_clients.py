@@ -178,6 +178,18 @@ async def test_an_executor_that_fails_ends_every_request_with_the_reason(kind):
     await client.close()
 
 
+async def test_an_engine_process_that_fails_leaves_its_last_steps(tmp_path):
+    client = RemoteClient(partial(builders.failing_recorded_engine, tmp_path))
+    await client.wait_ready()
+    with pytest.raises(EngineDead):
+        await tokens(client, request("a", max_tokens=50))
+    await client.close()
+    (dump,) = tmp_path.glob("*-failure.jsonl")
+    head, *rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert "fell off the bus" in head["reason"]
+    assert [row["step_id"] for row in rows] == [0, 1, 2]
+
+
 async def test_a_killed_engine_process_ends_every_request():
     client = RemoteClient(builders.fake_engine)
     await client.wait_ready()

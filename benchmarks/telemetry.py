@@ -13,7 +13,7 @@ import argparse
 import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import count
 from statistics import median
 
@@ -111,8 +111,7 @@ def server_parts(num_sequences: int) -> dict[str, Callable[[], None]]:
     limits = MachineLimits(1e12, 1e10)
     machine = MachineUse(StepWork(1e8, 1e3, 1e7, 1e8, 1e7, 1e4, 1e3, 1e5), limits)
     metrics = ServerMetrics(lambda: asdict(EngineStats()), machine=machine)
-    request = Request("r", (1, 2, 3))
-    choices = [metrics.choice(replace(request, id=str(i))) for i in range(num_sequences)]
+    choices = [metrics.choice(0.0) for _ in range(num_sequences)]
     clock = count()
 
     def batches() -> None:
@@ -122,7 +121,7 @@ def server_parts(num_sequences: int) -> dict[str, Callable[[], None]]:
     def tokens() -> None:
         now = 0.004 * next(clock)
         for choice in choices:
-            choice.tokens(1, 0, now)
+            choice.tokens(1, now)
 
     return {
         "server: batches of steps": batches,

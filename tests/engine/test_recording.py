@@ -121,6 +121,20 @@ def test_batches_leave_no_oftener_than_twice_a_second_and_lose_nothing():
     assert running.take_summaries() == []
 
 
+def test_the_snapshot_says_why_requests_wait():
+    running = engine(clock=Clock(tick=1.0))
+    for index in range(7):
+        running.add(request(f"r{index}", 3, 10))
+    running.step()
+    assert dict(running.stats().waiting_by_reason) == {"queue.capacity": running.stats().num_waiting}
+    running.add(request("new", 3, 10))
+    assert dict(running.stats().waiting_by_reason)["queue.step_in_flight"] == 1
+    while running.stats().num_waiting:
+        assert sum(count for _, count in running.stats().waiting_by_reason) == running.stats().num_waiting
+        running.step()
+    assert running.stats().waiting_by_reason == ()
+
+
 def test_what_ends_the_loop_is_told_to_the_recorder_first():
     class Failing(FakeExecutor):
         def launch(self, plan: StepPlan) -> StepResult:

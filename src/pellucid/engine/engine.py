@@ -15,21 +15,23 @@ from pellucid.core.events import Admitted, Event, Finished, Preempted, TokensGen
 from pellucid.core.invariants import check
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
+from pellucid.core.sequence import Status
 from pellucid.core.step_record import StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.executor import Executor
 from pellucid.engine.recording import Recorder, Recording, StepTimes
 
 SECONDS_BETWEEN_CHECKS = 10.0
+SECONDS_BETWEEN_REASONS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine, at most a moment old. Counters only grow; seconds are wall time.
 
-    `waiting_by_reason` are (ledger cause, requests) and add up to `num_waiting`. `num_preemptions` is the sum over both
-    fates. Host blocks are all 0 without a host tier. `ledger_residue_seconds` is what the causes of finished requests
-    missed of their time: a bug of ours if not 0.
+    `waiting_by_reason` are (ledger cause, requests), counted anew at most twice a second. `num_preemptions` is the sum
+    over both fates. Host blocks are all 0 without a host tier. `ledger_residue_seconds` is what the causes of finished
+    requests missed of their time: a bug of ours if not 0.
     """
 
     num_running: int = 0
@@ -82,6 +84,8 @@ class Engine:
         self._num_preemptions = 0
         self._num_finished = 0
         self._checked_at = clock()
+        self._reasons: tuple[tuple[str, int], ...] = ()
+        self._reasons_at = float("-inf")
 
     @property
     def has_work(self) -> bool:
@@ -156,6 +160,7 @@ class Engine:
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
+            waiting_by_reason=self._waiting_by_reason(),
             blocks_free=pool.num_free,
             blocks_active=pool.num_active,
             blocks_cached=pool.num_cached,
@@ -170,6 +175,16 @@ class Engine:
             num_finished=self._num_finished,
             ledger_residue_seconds=self.scheduler.ledgers.residue_seconds,
         )
+
+    def _waiting_by_reason(self) -> tuple[tuple[str, int], ...]:
+        if not self.scheduler.num_waiting:
+            return ()
+        now = self.clock()
+        if now - self._reasons_at >= SECONDS_BETWEEN_REASONS:  # there may be thousands to look at
+            waiting = (s.ledger for s in self.scheduler.sequences() if s.status is Status.WAITING)
+            self._reasons = tuple(self.scheduler.ledgers.reasons(waiting).items())
+            self._reasons_at = now
+        return self._reasons
 
     def _count(self, events: list[Event]) -> list[Event]:
         for event in events:

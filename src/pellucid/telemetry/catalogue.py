@@ -90,7 +90,7 @@ RUNNING = Metric("pellucid_running", "gauge", "Requests being computed.")
 WAITING = Metric(
     "pellucid_waiting",
     "gauge",
-    "Requests waiting to be admitted, by reason: the queue causes of the ledger; unspecified where none was told.",
+    "Requests waiting to be admitted, by reason: the causes of the ledger; unspecified for those that came just now.",
     ("reason",),
 )
 SWAPPED = Metric("pellucid_swapped", "gauge", "Preempted requests whose blocks are in host memory.")

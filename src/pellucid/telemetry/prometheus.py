@@ -170,7 +170,7 @@ class _Families(Collector):
 def _engine_families(snapshot: Snapshot) -> Iterable[Family]:
     yield gauge(catalogue.RUNNING, [((), snapshot["num_running"])])
     reasons = dict(snapshot["waiting_by_reason"])
-    reasons["unspecified"] = snapshot["num_waiting"] - sum(reasons.values())
+    reasons["unspecified"] = max(0, snapshot["num_waiting"] - sum(reasons.values()))  # reasons are a moment old
     yield gauge(catalogue.WAITING, (((reason,), count) for reason, count in reasons.items()))
     yield gauge(catalogue.SWAPPED, [((), snapshot["num_swapped"])])
     blocks = [(("device", state), snapshot[f"blocks_{state}"]) for state in _STATES]

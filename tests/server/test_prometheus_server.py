@@ -44,6 +44,15 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
         process.wait(timeout=20)
 
 
+async def ready(http: httpx.AsyncClient) -> None:
+    for _ in range(150):
+        with contextlib.suppress(httpx.TransportError):
+            if (await http.get("/-/ready")).status_code == 200:
+                return
+        await asyncio.sleep(0.2)
+    raise AssertionError("prometheus does not start")
+
+
 async def query(http: httpx.AsyncClient, expression: str) -> list[dict]:
     reply = await http.get("/api/v1/query", params={"query": expression})
     assert reply.status_code == 200, f"{expression}: {reply.text}"
@@ -54,8 +63,7 @@ async def reaches(http: httpx.AsyncClient, expression: str, value: float) -> Non
     """Wait until a query gives one sample of this value."""
     found: list[dict] = []
     for _ in range(150):
-        with contextlib.suppress(httpx.TransportError):  # it may still be starting
-            found = await query(http, expression)
+        found = await query(http, expression)
         if [float(sample["value"][1]) for sample in found] == [value]:
             return
         await asyncio.sleep(0.2)
@@ -67,6 +75,7 @@ async def test_what_prometheus_stores_is_what_happened(tokenizer: Tokenizer, tmp
     async with listening(stack.app) as url, httpx.AsyncClient(base_url=url) as clients:
         with prometheus(tmp_path, url.removeprefix("http://")) as address:
             async with httpx.AsyncClient(base_url=address) as http:
+                await ready(http)
                 await reaches(http, "up", 1)
                 for _ in range(2):
                     asked = {"prompt": "the theory of it is there", "max_tokens": 8}

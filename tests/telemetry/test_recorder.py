@@ -11,7 +11,14 @@ from tests.telemetry.steps import engine, record, request, run
 
 from pellucid.core.errors import ConfigError
 from pellucid.telemetry import recorder as module
-from pellucid.telemetry.recorder import MOST_DUMPS, STORM_PREEMPTIONS, STORM_STEPS, StepRecorder, decode_record
+from pellucid.telemetry.recorder import (
+    COLD_STEPS,
+    MOST_DUMPS,
+    STORM_PREEMPTIONS,
+    STORM_STEPS,
+    StepRecorder,
+    decode_record,
+)
 
 
 def dumps(directory: Path) -> list[Path]:
@@ -33,28 +40,31 @@ def test_a_slow_step_is_dumped_once_a_minute_with_what_came_before(tmp_path, mon
     now = 1000.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     recorder = StepRecorder(8, tmp_path / "steps", target_seconds=0.05)
-    for step_id in range(10):
-        recorder.record(record(step_id, seconds=0.2))
-    assert not (tmp_path / "steps").exists(), "5 x 50 ms is not reached"
+    for step_id in range(20):
+        recorder.record(record(step_id, seconds=9.0 if step_id < COLD_STEPS else 0.2))
+    assert not (tmp_path / "steps").exists(), "5 x 50 ms is not reached by a warm step"
     with caplog.at_level(logging.WARNING):
-        recorder.record(record(10, seconds=0.3))
-        recorder.record(record(11, seconds=0.3))
+        recorder.record(record(20, seconds=0.3))
+        recorder.record(record(21, seconds=0.3))
         recorder.wait()
     (path,) = dumps(tmp_path / "steps")
     head, *rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert head["reason"] == "step 10 took 302 ms; 250 ms is 5 x the target"
-    assert rows == [record(i, seconds=0.2 if i < 10 else 0.3).to_json() for i in range(3, 11)]
+    assert head["reason"] == "step 20 took 302 ms; 250 ms is 5 x the target"
+    assert rows == [
+        record(i, seconds=9.0 if i < COLD_STEPS else 0.2 if i < 20 else 0.3).to_json() for i in range(13, 21)
+    ]
     assert len(caplog.messages) == 1
     assert str(path) in caplog.messages[0]
     now += 61.0
-    recorder.record(record(12, seconds=0.3))
+    recorder.record(record(22, seconds=0.3))
     recorder.wait()
     assert len(dumps(tmp_path / "steps")) == 2
 
 
 def test_without_a_target_no_step_is_slow(tmp_path):
     recorder = StepRecorder(8, tmp_path)
-    recorder.record(record(0, seconds=1e6))
+    for step_id in range(20):
+        recorder.record(record(step_id, seconds=1e6))
     recorder.wait()
     assert dumps(tmp_path) == []
 
@@ -73,7 +83,8 @@ def test_preemptions_close_together_are_a_storm(tmp_path, spread_over):
 
 def test_a_failure_is_always_written_and_files_are_bounded(tmp_path):
     recorder = StepRecorder(4, tmp_path, target_seconds=0.05)
-    recorder.record(record(0, seconds=9.0))
+    for step_id in range(COLD_STEPS + 1):
+        recorder.record(record(step_id, seconds=9.0))
     for index in range(MOST_DUMPS + 3):
         recorder.failed(f"InvariantViolation: number {index}")
     files = dumps(tmp_path)

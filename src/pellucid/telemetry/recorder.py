@@ -2,7 +2,7 @@
 
     anomaly            what is seen                                             written
     failure            a conservation law broken, a step that raised            before the error goes on
-    slow step          a step took over 5 x the step-time target                beside the following steps
+    slow step          a warm engine's step took over 5 x the step-time target  beside the following steps
     preemption storm   16 or more preemptions within 64 steps                   beside the following steps
 
 Each dump is a file of JSON lines in the state directory, the oldest step first, under a first line that says why. At
@@ -30,6 +30,7 @@ from pellucid.core.errors import ConfigError
 from pellucid.core.step_record import StepRecord
 
 SLOW_FACTOR = 5.0
+COLD_STEPS = 16  # the first ones touch all memory for the first time, and are no anomaly
 STORM_STEPS = 64
 STORM_PREEMPTIONS = 16
 SECONDS_BETWEEN_DUMPS = 60.0
@@ -62,13 +63,13 @@ class StepRecorder:
     def record(self, record: StepRecord) -> None:
         """Keep one more step, and begin a dump if it is an anomaly."""
         self._ring.append(encode_record(record))
+        self._num_recorded += 1
         summary = record.summary
-        if summary.wall_seconds > self._slow_seconds:
+        if summary.wall_seconds > self._slow_seconds and self._num_recorded > COLD_STEPS:
             ms, limit = summary.wall_seconds * 1e3, self._slow_seconds * 1e3
             self._anomaly(
                 "slow", f"step {summary.step_id} took {ms:.0f} ms; {limit:.0f} ms is {SLOW_FACTOR:g} x the target"
             )
-        self._num_recorded += 1
         if summary.num_preempted:
             self._look_for_a_storm(summary.num_preempted)
 

@@ -90,6 +90,7 @@ CALLS: list[Callable[[httpx.AsyncClient, dict[str, str]], Awaitable[httpx.Respon
     lambda http, headers: http.get("/v1/models", headers=headers),
     lambda http, headers: http.get("/v1/models/tiny", headers=headers),
     lambda http, headers: http.get("/metrics", headers=headers),
+    lambda http, headers: http.get("/v1/steps", headers=headers),
 ]
 
 
@@ -128,6 +129,7 @@ async def test_the_operator_sees_everything_and_generates_nothing(http: httpx.As
     for call in CALLS[:2]:
         refusal = error(await call(http, bearer(OPERATOR.key)), 403)
         assert (refusal["type"], refusal["code"]) == ("permission_error", "tenant_key_needed")
+    assert (await http.get("/v1/steps", headers=bearer(ACME.key))).status_code == 403
     refusal = error(await http.get("/metrics", headers=bearer(ACME.key)), 403)
     assert refusal["code"] == "operator_key_needed"
     assert "/metrics shows all tenants; it needs the operator key" in refusal["message"]

@@ -6,7 +6,7 @@ import pytest
 from tests.telemetry.steps import summary
 
 from pellucid.core.cost import StepFeatures
-from pellucid.telemetry.machine_use import WINDOW_SECONDS, MachineLimits, MachineUse, StepWork
+from pellucid.telemetry.machine_use import LAG_SECONDS, WINDOW_SECONDS, MachineLimits, MachineUse, StepWork
 
 WORK = StepWork(
     flops_per_token=100.0,
@@ -34,21 +34,22 @@ def test_time_splits_into_what_bound_a_step_and_the_rest():
     use.add(summary(1, features=PREFILL))  # 12 ms, of them 8.48 for arithmetic
     assert use.seconds == pytest.approx({"memory": 0.001254, "compute": 0.00848, "other": 0.024 - 0.009734})
     assert (use.flops, use.bytes) == (8720.0, 2574.0)
-    assert use.binding(12.0) == "other"
-    assert use.rates(12.0) == pytest.approx((872.0, 257.4))
+    assert use.binding(13.0) == "other"
+    assert use.rates(13.0) == pytest.approx((872.0, 257.4))
 
 
 def test_a_limit_measured_too_low_makes_no_time():
     use = MachineUse(WORK, MachineLimits(flops=1.0, bandwidth=1.0))
     use.add(summary(0, features=DECODE))
     assert use.seconds == pytest.approx({"memory": 0.012, "compute": 0.0, "other": 0.0})
-    assert use.binding(10.0) == "memory"
+    assert use.binding(12.0) == "memory"
 
 
 def test_the_window_forgets():
     use = MachineUse(WORK, MachineLimits(flops=1e6, bandwidth=1e6))
     use.add(summary(0, features=PREFILL))
-    ended = 10.0 + 0.011
+    ended = 10.0 + 0.011 + LAG_SECONDS
+    assert use.rates(ended - 0.001) == (0.0, 0.0), "what is newer may not be all there is"
     assert use.rates(ended + WINDOW_SECONDS - 0.001)[0] > 0
     assert use.rates(ended + WINDOW_SECONDS + 0.001) == (0.0, 0.0)
     assert use.binding(ended + WINDOW_SECONDS + 0.001) == "idle"

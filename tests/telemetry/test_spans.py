@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from hypothesis import given
@@ -93,6 +95,32 @@ def test_without_the_extra_the_flag_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'pellucid\[otel\]'"):
         spans.connect("http://127.0.0.1:4318")
+
+
+def test_they_reach_a_collector():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="pip install pellucid[otel] for this test")
+    got: list[tuple[str, int]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, len(self.rfile.read(int(self.headers["Content-Length"])))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    connected = spans.connect(f"http://127.0.0.1:{server.server_port}")
+    connected.send(stored("cmpl-1", LEDGER), {})
+    connected.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert [path for path, _ in got] == ["/v1/traces"]
+    assert got[0][1] > 100
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ TOKENS = Metric(
 TTFT_PREDICTION = Metric(
     "pellucid_time_to_first_token_prediction_ratio",
     "histogram",
-    "Time to first token over the one predicted when the request was accepted; less 1 it is the relative error.",
+    "Time to first token over the one predicted when the request was accepted; less 1 it is the relative error. "
+    "Requests without a prediction are left out.",
     buckets=_RATIO_BUCKETS,
-    needs="a prediction by the scheduler when the request is accepted",
 )
 REJECTIONS = Metric(
     "pellucid_rejections_total",

@@ -15,6 +15,7 @@ from pellucid.core.cost import StepFeatures
 from pellucid.core.step_record import StepSummary
 
 WINDOW_SECONDS = 10.0
+LAG_SECONDS = 1.0  # how late a step may be heard of; the window ends that long ago
 Resource = Literal["compute", "memory", "other", "idle"]
 RESOURCES: tuple[Resource, ...] = ("compute", "memory", "other", "idle")
 
@@ -94,21 +95,25 @@ class MachineUse:
         self._forget(used.ended)
 
     def rates(self, now: float) -> tuple[float, float]:
-        """FLOP/s and bytes/s of wall time over the window up to `now`, idle time included."""
-        self._forget(now)
-        window = self._window
+        """FLOP/s and bytes/s of wall time over the window, idle time included."""
+        window = self._recent(now)
         return sum(u.flops for u in window) / WINDOW_SECONDS, sum(u.bytes for u in window) / WINDOW_SECONDS
 
     def binding(self, now: float) -> Resource:
         """What most of the window's step time went to."""
-        self._forget(now)
-        if not self._window:
+        window = self._recent(now)
+        if not window:
             return "idle"
         seconds: dict[Resource, float] = {"compute": 0.0, "memory": 0.0, "other": 0.0}
-        for used in self._window:
+        for used in window:
             seconds[used.resource] += used.bound_seconds
             seconds["other"] += used.seconds - used.bound_seconds
         return max(seconds, key=lambda resource: seconds[resource])
+
+    def _recent(self, now: float) -> list[Used]:
+        """The steps that ended in the window."""
+        self._forget(now)
+        return [used for used in self._window if used.ended <= now - LAG_SECONDS]
 
     def _used(self, summary: StepSummary) -> Used:
         flops, num_bytes = self.work.flops(summary.features), self.work.bytes(summary.features)
@@ -121,5 +126,5 @@ class MachineUse:
         return Used(ended, seconds, flops, num_bytes, "compute" if compute > memory else "memory", bound)
 
     def _forget(self, now: float) -> None:
-        while self._window and self._window[0].ended < now - WINDOW_SECONDS:
+        while self._window and self._window[0].ended <= now - LAG_SECONDS - WINDOW_SECONDS:
             self._window.popleft()

@@ -1,5 +1,6 @@
-# make serve    a model on http://127.0.0.1:8000
-# make test     every check that needs no root and no system package
+# make serve      a model on http://127.0.0.1:8000
+# make test       every check that needs no root and no system package
+# make test-long  the others: minutes, and system packages (Debian: prometheus); what is missing is skipped and named
 #
 # PYTHON=python3.12   another interpreter (3.11 or newer)
 # PIP_ARGS="..."      options for pip, such as an index with PyTorch's CPU build
@@ -13,7 +14,7 @@ BIN := $(VENV)/bin
 # The package is installed in place: only these make a new installation necessary, Python sources do not.
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard CMakeLists.txt) $(wildcard csrc/*)
 
-.PHONY: serve test lint format types model golden docs clean
+.PHONY: serve test test-long lint format types model golden docs clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -21,6 +22,9 @@ serve: $(VENV)/.installed
 
 test: $(VENV)/.installed-test lint types model
 	$(BIN)/python -m pytest -q
+
+test-long: $(VENV)/.installed-test model
+	$(BIN)/python -m pytest -q -m long
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests examples benchmarks
@@ -44,6 +48,7 @@ golden: $(VENV)/.installed-test
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m tests.cli.test_help
+	$(BIN)/python -m tests.telemetry.test_metrics_page
 
 clean:
 	rm -rf $(VENV) build

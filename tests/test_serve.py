@@ -54,7 +54,7 @@ class Server:
 
     def wait_idle(self) -> None:
         for _ in range(400):
-            if self.metric("pellucid_running") == self.metric('pellucid_blocks{state="active"}') == 0:
+            if self.metric("pellucid_running") == self.metric('pellucid_blocks{state="active",tier="device"}') == 0:
                 return
             time.sleep(0.05)
         raise AssertionError("blocks are still held:\n" + httpx.get(self.url + "/metrics").text)

@@ -27,11 +27,16 @@ from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.sources import DEFAULT_MODEL, ModelFiles, resolve
 from pellucid.planner.memory import Batching
+from pellucid.planner.profile import default_path, read_profile, state_directory
 from pellucid.planner.quantity import parse_bytes, parse_seconds
+from pellucid.planner.roofline import ACTIVATION_BYTES, LOGIT_BYTES
+from pellucid.planner.shape import ModelShape
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.config import resolve as resolve_runtime
 from pellucid.runtime.memory import blocks_that_fit
-from pellucid.sizing import cache_bytes, engine_prior
+from pellucid.sizing import cache_bytes, engine_prior, served_shape
+from pellucid.telemetry.machine_use import MachineLimits, MachineUse, StepWork
+from pellucid.telemetry.recorder import StepRecorder
 from pellucid.text.chat_template import ChatTemplate, chat_template_from_gguf, load_chat_template
 from pellucid.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
@@ -106,6 +111,9 @@ class EngineSettings:
     )
     isa: str = _setting(
         "auto", "Kernels: auto, portable, avx2, avx512 or amx for the native ones, reference for plain PyTorch."
+    )
+    step_records: int = _setting(
+        2048, "Steps that the recorder keeps for `pellucid steps` and for dumps on anomalies; 0 keeps none."
     )
     input_log: Path | None = _setting(
         None, "Write every call into the scheduler to this file (JSON lines), from which the run can be replayed."
@@ -212,7 +220,8 @@ def build_engine(
         progress=loaded,
     )
     log = None if settings.input_log is None else InputLog(_json_lines(settings.input_log))
-    return Engine(Scheduler(scheduler, input_log=log), executor, time.monotonic, executor.describe())
+    recorder = _recorder(settings.step_records, scheduler.step_target)
+    return Engine(Scheduler(scheduler, input_log=log), executor, time.monotonic, executor.describe(), recorder=recorder)
 
 
 def engine_builder(
@@ -220,6 +229,44 @@ def engine_builder(
 ) -> Callable[[Callable[[str], None]], Engine]:
     """`build_engine` with its arguments, ready to be carried out in another process."""
     return partial(build_engine, settings, path, scheduler)
+
+
+def machine_use(settings: EngineSettings, model: LoadedModel) -> MachineUse:
+    """What `/metrics` counts of the machine's use: the model's FLOPs and bytes as this engine holds it, beside the
+    measured limits where `pellucid measure` has left a profile with them."""
+    shape = served_shape(model.files.path, settings.runtime())
+    path = default_path(os.environ)
+    if not path.exists():
+        return MachineUse(step_work(shape))
+    device = read_profile(path).device()
+    rate = device.flops.get(shape.weight_format.compute)
+    limits = None if rate is None else MachineLimits(rate, device.need_bandwidth())
+    return MachineUse(step_work(shape), limits)
+
+
+def step_work(shape: ModelShape) -> StepWork:
+    """What the steps of a model cost, as numbers: `Roofline.cost` on one rank, taken apart by features. Exact for dense
+    attention without a window and for dense layers, which is what the runtime serves."""
+    attention = sum(group.num_layers * group.attention.decode_flops(1) for group in shape.groups)
+    cached, stream = shape.kv_bytes_per_token(), 4.0 * shape.num_layers * shape.hidden * ACTIVATION_BYTES
+    return StepWork(
+        flops_per_token=shape.linear_flops(1),
+        flops_per_attended=attention,
+        flops_per_sample=shape.head_flops(1),
+        bytes_per_step=shape.touched_weight_bytes(1, 0),
+        bytes_per_sampling_step=shape.weights.head,
+        bytes_per_token=cached + stream,
+        bytes_per_context=cached,
+        bytes_per_sample=shape.vocab * LOGIT_BYTES,
+    )
+
+
+def _recorder(capacity: int, step_target: float | None) -> StepRecorder | None:
+    """The recorder of the last `capacity` steps, which dumps into the state directory; None for 0."""
+    if capacity == 0:
+        return None
+    directory = state_directory(os.environ) / "steps"
+    return StepRecorder(capacity, directory, target_seconds=step_target)
 
 
 def _json_lines(path: Path) -> Callable[[dict[str, Any]], None]:

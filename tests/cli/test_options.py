@@ -52,6 +52,7 @@ def test_every_setting_has_a_flag_that_reaches_it():
         *("--prefix-cache", "off", "--chunked-prefill", "off", "--isa", "reference", "--input-log", "log.jsonl"),
         *("--weights", "int8", "--step-target", "off", "--policy", "fair", "--max-waiting", "7"),
         *("--swap-memory", "1MiB", "--preemption", "recompute"),
+        *("--step-records", "9"),
     )
     assert result.exit_code == 0, result.output
     defaults = EngineSettings()

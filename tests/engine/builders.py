@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tests.core.fakes import EOS, FakeExecutor
 
@@ -14,6 +15,7 @@ from pellucid.core.errors import ModelError
 from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine.engine import Engine
+from pellucid.telemetry.recorder import StepRecorder
 
 CONFIG = SchedulerConfig(
     num_blocks=64, block_size=4, max_context=128, max_running=8, token_budget=16, eos_token_ids=(EOS,)
@@ -41,11 +43,16 @@ class FailingExecutor(FakeExecutor):
 
 def fake_engine(progress: Callable[[str], None]) -> Engine:
     progress("warming up")
-    return Engine(Scheduler(CONFIG), SlowExecutor(64, 4, 0.002), time.monotonic)
+    return Engine(Scheduler(CONFIG), SlowExecutor(64, 4, 0.002), time.monotonic, recorder=StepRecorder(32))
 
 
 def failing_engine(progress: Callable[[str], None]) -> Engine:
     return Engine(Scheduler(CONFIG), FailingExecutor(64, 4), time.monotonic)
+
+
+def failing_recorded_engine(directory: Path, progress: Callable[[str], None]) -> Engine:
+    recorder = StepRecorder(32, directory)
+    return Engine(Scheduler(CONFIG), FailingExecutor(64, 4), time.monotonic, recorder=recorder)
 
 
 def broken_model(progress: Callable[[str], None]) -> Engine:

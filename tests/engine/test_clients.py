@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 from functools import partial
@@ -127,6 +128,22 @@ async def test_what_cannot_fit_is_refused(client):
         await tokens(client, request("b"))  # and the engine goes on
 
 
+async def test_every_step_is_told_once_and_the_last_ones_can_be_asked_for(client):
+    told: list[int] = []
+    client.on_steps(lambda summaries: told.extend(summary.step_id for summary in summaries))
+    await asyncio.gather(*(tokens(client, request(f"r{i}", max_tokens=60)) for i in range(3)))
+    num_steps = client.stats().num_steps
+    await wait_until(lambda: len(told) >= num_steps)
+    assert told == list(range(client.stats().num_steps))
+    records = await client.last_steps(3)
+    assert [record.summary.step_id for record in records] == told[-3:]
+    assert {who.request_id for who in records[0].who} <= {"r0", "r1", "r2"}
+    assert len(await client.last_steps(1000)) == 32, "what the recorder keeps"
+    await client.close()
+    with pytest.raises(EngineDead):
+        await client.last_steps(1)
+
+
 async def test_an_id_in_use_is_refused(client):
     first = client.submit(request("a", max_tokens=100))
     await anext(first)
@@ -160,6 +177,18 @@ async def test_an_executor_that_fails_ends_every_request_with_the_reason(kind):
     assert client.state == "dead"
     assert "fell off the bus" in client.reason
     await client.close()
+
+
+async def test_an_engine_process_that_fails_leaves_its_last_steps(tmp_path):
+    client = RemoteClient(partial(builders.failing_recorded_engine, tmp_path))
+    await client.wait_ready()
+    with pytest.raises(EngineDead):
+        await tokens(client, request("a", max_tokens=50))
+    await client.close()
+    (dump,) = tmp_path.glob("*-failure.jsonl")
+    head, *rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    assert "fell off the bus" in head["reason"]
+    assert [row["step_id"] for row in rows] == [0, 1, 2]
 
 
 async def test_a_killed_engine_process_ends_every_request():

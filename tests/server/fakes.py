@@ -10,8 +10,9 @@ from pellucid.core.errors import PellucidError, RequestRejected
 from pellucid.core.events import Finished, FinishReason, Queued, TokensGenerated
 from pellucid.core.ledger import LedgerReport
 from pellucid.core.request import Request
+from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
-from pellucid.engine.client import EngineState, EngineStats, StreamEvent
+from pellucid.engine.client import EngineState, EngineStats, StepListener, StreamEvent
 
 Say = Callable[[Request], list[tuple[int, ...]]]
 
@@ -42,6 +43,14 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     closed: bool = False
     on_late_end: Callable[[Finished], None] | None = None
+    step_listeners: list[StepListener] = field(default_factory=list)
+    records: list[StepRecord] = field(default_factory=list)
+
+    def on_steps(self, listener: StepListener) -> None:
+        self.step_listeners.append(listener)
+
+    async def last_steps(self, count: int) -> list[StepRecord]:
+        return self.records[-count:]
 
     def stats(self) -> EngineStats:
         return EngineStats(num_running=len(self.open), blocks_free=7, num_steps=3, step_seconds=0.5)
@@ -73,6 +82,8 @@ class FakeEngine:
             self.open.discard(request.id)
             if not finished:
                 self.aborted.append(request.id)
+                if self.on_late_end is not None:
+                    self.on_late_end(Finished(request.id, "abort", len(request.prompt), 0, self.cached))
 
     def reconfigure(self, tenants: Sequence[Tenant]) -> None:
         self.tenants = list(tenants)

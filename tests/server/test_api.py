@@ -363,8 +363,8 @@ async def test_metrics(client: httpx.AsyncClient) -> None:
     assert lines["pellucid_time_to_first_token_seconds_count"] == "2.0"
     assert lines["pellucid_inter_token_latency_seconds_count"] == "24.0"  # 22 + 4 tokens, less the first of each
     assert lines["pellucid_e2e_seconds_count"] == "2.0"
-    assert lines['pellucid_blocks{state="free"}'] == "7.0"
-    assert (lines["pellucid_step_seconds_count"], lines["pellucid_step_seconds_sum"]) == ("3.0", "0.5")
+    assert lines['pellucid_blocks{state="free",tier="device"}'] == "7.0"
+    assert lines['pellucid_tokens_total{source="output",tenant="default"}'] == "26.0"
     assert "pellucid_generated_tokens_total" in lines
     assert not [name for name in lines if ":" in name]
     assert (await client.head("/metrics")).status_code == 200

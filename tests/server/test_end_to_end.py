@@ -26,6 +26,7 @@ from pellucid.engine.engine import Engine
 from pellucid.engine.local import LocalClient
 from pellucid.server.app import create_app
 from pellucid.server.config import ServedModel, ServerConfig
+from pellucid.telemetry.recorder import StepRecorder
 from pellucid.text.chat_template import ChatTemplate
 from pellucid.text.tokenizer import Tokenizer
 
@@ -69,7 +70,7 @@ class Stack:
         self.tokenizer, self.limits = tokenizer, limits
         self.script = [*tokenizer.encode(TEXT), 2]
         self.executor = Speller(limits, self.script)
-        self.engine = Engine(Scheduler(limits), self.executor, time.monotonic)
+        self.engine = Engine(Scheduler(limits), self.executor, time.monotonic, recorder=StepRecorder(256))
         self.client = LocalClient(self.engine)
         served = ServedModel("tiny", tokenizer, limits, ChatTemplate(TEMPLATE, tokenizer))
         self.app = create_app(self.client, served, ServerConfig())

@@ -90,6 +90,7 @@ CALLS: list[Callable[[httpx.AsyncClient, dict[str, str]], Awaitable[httpx.Respon
     lambda http, headers: http.get("/v1/models", headers=headers),
     lambda http, headers: http.get("/v1/models/tiny", headers=headers),
     lambda http, headers: http.get("/metrics", headers=headers),
+    lambda http, headers: http.get("/v1/steps", headers=headers),
 ]
 
 
@@ -128,6 +129,7 @@ async def test_the_operator_sees_everything_and_generates_nothing(http: httpx.As
     for call in CALLS[:2]:
         refusal = error(await call(http, bearer(OPERATOR.key)), 403)
         assert (refusal["type"], refusal["code"]) == ("permission_error", "tenant_key_needed")
+    assert (await http.get("/v1/steps", headers=bearer(ACME.key))).status_code == 403
     refusal = error(await http.get("/metrics", headers=bearer(ACME.key)), 403)
     assert refusal["code"] == "operator_key_needed"
     assert "/metrics shows all tenants; it needs the operator key" in refusal["message"]
@@ -258,8 +260,8 @@ async def test_the_reply_says_what_was_predicted(client: httpx.AsyncClient, engi
             assert reply.status_code == 200
             assert reply.headers.get("x-pellucid-predicted-ttft-ms") == header
     lines = (await client.get("/metrics")).text.splitlines()
-    (count,) = (line for line in lines if line.startswith("pellucid_ttft_prediction_error_seconds_count "))
-    assert count.endswith(" 8.0")
+    (count,) = (line for line in lines if line.startswith("pellucid_time_to_first_token_prediction_ratio_count "))
+    assert count.endswith(" 4.0")  # nothing is a multiple of a prediction of 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "replay:replay_log",
     "tenant": "tenant:app",
     "explain": "explain:explain_requests",
+    "steps": "steps:steps",
 }
 
 

@@ -11,7 +11,15 @@ import time
 import uvloop
 
 from pellucid import __version__
-from pellucid.build import EngineSettings, LoadedModel, engine_builder, give_tenants, load_model, plan_engine
+from pellucid.build import (
+    EngineSettings,
+    LoadedModel,
+    engine_builder,
+    give_tenants,
+    load_model,
+    machine_use,
+    plan_engine,
+)
 from pellucid.cli.fetch import ModelArgument
 from pellucid.cli.keeping import keep_ledgers
 from pellucid.cli.options import settings_options
@@ -24,6 +32,7 @@ from pellucid.planner.profile import state_directory
 from pellucid.server.app import create_app, make_server
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.tenancy import Tenancy, reload_on_hangup
+from pellucid.telemetry.spans import connect
 
 # The kernels want every core; text and HTTP take what they leave.
 HTTP_NICENESS = 10
@@ -71,13 +80,15 @@ async def _serve(
         created=int(time.time()),
     )
     tenancy = _tenancy(served, config)
+    spans = None if config.otlp_endpoint is None else connect(config.otlp_endpoint)
+    machine = machine_use(settings, model)
     if config.tenants is not None:
         limits = give_tenants(limits, settings, tenancy.roster.tenants)
     engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
     if config.tenants is not None:
         reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
     os.nice(HTTP_NICENESS)
-    app = create_app(engine, served, config, tenancy)
+    app = create_app(engine, served, config, tenancy, machine=machine, spans=spans)
     with keep_ledgers(app.state.ledgers, config, served):
         server = make_server(app, config)
         listening = asyncio.create_task(server.serve(sockets=[listener]))

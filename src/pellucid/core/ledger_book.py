@@ -197,6 +197,18 @@ class LedgerBook:
             self.residue_seconds += abs(residue)
         return report
 
+    def reasons(self, waiting: Iterable[Ledger]) -> dict[str, int]:
+        """How many of these, which wait, wait for what: as the last round left it."""
+        counts: dict[str, int] = {}
+        new = {id(ledger) for ledger in self._new}
+        for ledger in waiting:
+            why = ledger.waits_for
+            if why is None:
+                unseen = cause.FAIRNESS if ledger.tenant in self._ahead else self._round
+                why = cause.STEP_IN_FLIGHT if id(ledger) in new else unseen
+            counts[why] = counts.get(why, 0) + 1
+        return counts
+
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:

@@ -11,8 +11,10 @@ from typing import Literal, Protocol
 
 from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.core.request import Request
+from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats as EngineStats
+from pellucid.engine.step_feed import StepListener as StepListener
 
 EngineState = Literal["starting", "ready", "dead"]
 StreamEvent = Queued | TokensGenerated | Finished
@@ -46,6 +48,16 @@ class EngineClient(Protocol):
 
     def reconfigure(self, tenants: Sequence[Tenant]) -> None:
         """From the next step on these are the tenants; requests that are open stay. Does nothing to a dead engine."""
+        ...
+
+    def on_steps(self, listener: StepListener) -> None:
+        """Have `listener` called, on the event loop, with the steps since it was called last: at most twice a second,
+        each step once, in order."""
+        ...
+
+    async def last_steps(self, count: int) -> list[StepRecord]:
+        """The last `count` steps that the engine's recorder kept, oldest first; empty without a recorder. Answered
+        between two steps. Raises EngineDead."""
         ...
 
     async def close(self) -> None:

@@ -1,7 +1,8 @@
 """The loop: decide, do, fold in. Owns a scheduler and an executor, knows nothing of HTTP, processes or text.
 
 One `step` is the four lines that server, simulator and tests share. On a CPU the executor has the cores to itself while
-it computes, so one step is in flight at a time.
+it computes, so one step is in flight at a time. Every step is noted (`engine/recording.py`), and whatever ends the loop
+is handed to the recorder before it is raised.
 """
 
 from __future__ import annotations
@@ -14,43 +15,67 @@ from pellucid.core.events import Admitted, Event, Finished, Preempted, TokensGen
 from pellucid.core.invariants import check
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
+from pellucid.core.sequence import Status
+from pellucid.core.step_record import StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.executor import Executor
+from pellucid.engine.recording import Recorder, Recording, StepTimes
 
 SECONDS_BETWEEN_CHECKS = 10.0
+SECONDS_BETWEEN_REASONS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine, at most a moment old. Counters only grow; seconds are wall time.
-    `ledger_residue_seconds` is what the causes of finished requests missed of their time: a bug of ours if not 0."""
+
+    `waiting_by_reason` are (ledger cause, requests), counted anew at most twice a second. `num_preemptions` is the sum
+    over both fates. Host blocks are all 0 without a host tier. `ledger_residue_seconds` is what the causes of finished
+    requests missed of their time: a bug of ours if not 0.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_swapped: int = 0
+    waiting_by_reason: tuple[tuple[str, int], ...] = ()
     blocks_free: int = 0
     blocks_active: int = 0
     blocks_cached: int = 0
     blocks_in_flight: int = 0
+    host_blocks_free: int = 0
+    host_blocks_active: int = 0
+    host_blocks_cached: int = 0
+    host_blocks_in_flight: int = 0
     num_steps: int = 0
     step_seconds: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     num_preemptions: int = 0
+    num_preempted_swap: int = 0
+    num_preempted_recompute: int = 0
     num_finished: int = 0
     ledger_residue_seconds: float = 0.0
 
 
 class Engine:
-    """A scheduler, an executor and a clock. Not thread-safe: one thread calls everything."""
+    """A scheduler, an executor and a clock. Not thread-safe: one thread calls everything. `recorder` keeps the last
+    steps."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Callable[[], float], description: str = ""
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Callable[[], float],
+        description: str = "",
+        *,
+        recorder: Recorder | None = None,
     ) -> None:
         self.description = description  # of the executor, for people
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock
+        self._recording = Recording(scheduler, recorder)
         self._num_steps = 0
         self._step_seconds = 0.0
         self._prompt_tokens = 0
@@ -59,6 +84,8 @@ class Engine:
         self._num_preemptions = 0
         self._num_finished = 0
         self._checked_at = clock()
+        self._reasons: tuple[tuple[str, int], ...] = ()
+        self._reasons_at = float("-inf")
 
     @property
     def has_work(self) -> bool:
@@ -79,14 +106,26 @@ class Engine:
 
     def step(self) -> list[Event]:
         """Run one step and return what it produced. Call it only while there is work."""
-        plan = self.scheduler.schedule(self.clock())
+        try:
+            return self._step()
+        except Exception as error:
+            self._save_steps(error)
+            raise
+
+    def _step(self) -> list[Event]:
+        started = self.clock()
+        plan = self.scheduler.schedule(started)
         if plan is None:
             if not self.scheduler.running:
                 # Everyone waits for something that a bound will end (see core/shared_prefix.py), or was too late.
                 return self._count(self.scheduler.take_events())
             raise InvariantViolation(f"nothing can be computed for {self.scheduler.sequences()}")
+        planned = self._recording.planned(plan)
+        decided = self.clock()
         result = self.executor.collect(self.executor.launch(plan))
-        events = self.scheduler.commit(result, self.clock())
+        executed = self.clock()
+        events = self.scheduler.commit(result, executed)
+        self._recording.folded(planned, result, StepTimes(started, decided, executed, self.clock()), events)
         self._num_steps += 1
         self._step_seconds += result.seconds
         return self._count(events)
@@ -95,14 +134,33 @@ class Engine:
         """Check the conservation laws if nothing is running and it was not done in the last seconds."""
         now = self.clock()
         if not self.has_work and now - self._checked_at > SECONDS_BETWEEN_CHECKS:
-            check(self.scheduler)
+            try:
+                check(self.scheduler)
+            except InvariantViolation as error:
+                self._save_steps(error)
+                raise
             self._checked_at = now
+
+    def take_summaries(self) -> list[StepSummary]:
+        """The steps since the last call that returned any, in numbers; nothing more often than twice a second."""
+        return self._recording.take_batch(self.clock())
+
+    def last_steps(self, count: int) -> list[bytes]:
+        """The last `count` steps that were kept, oldest first, each a StepRecord in msgpack."""
+        recorder = self._recording.recorder
+        return [] if recorder is None else recorder.last(count)
+
+    def _save_steps(self, error: Exception) -> None:
+        recorder = self._recording.recorder
+        if recorder is not None:
+            recorder.failed(f"{type(error).__name__}: {error}")
 
     def stats(self) -> EngineStats:
         pool = self.scheduler.kv.pool
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
+            waiting_by_reason=self._waiting_by_reason(),
             blocks_free=pool.num_free,
             blocks_active=pool.num_active,
             blocks_cached=pool.num_cached,
@@ -113,9 +171,20 @@ class Engine:
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
             num_preemptions=self._num_preemptions,
+            num_preempted_recompute=self._num_preemptions,
             num_finished=self._num_finished,
             ledger_residue_seconds=self.scheduler.ledgers.residue_seconds,
         )
+
+    def _waiting_by_reason(self) -> tuple[tuple[str, int], ...]:
+        if not self.scheduler.num_waiting:
+            return ()
+        now = self.clock()
+        if now - self._reasons_at >= SECONDS_BETWEEN_REASONS:  # there may be thousands to look at
+            waiting = (s.ledger for s in self.scheduler.sequences() if s.status is Status.WAITING)
+            self._reasons = tuple(self.scheduler.ledgers.reasons(waiting).items())
+            self._reasons_at = now
+        return self._reasons
 
     def _count(self, events: list[Event]) -> list[Event]:
         for event in events:

@@ -10,11 +10,18 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pellucid.core.errors import RequestRejected
 from pellucid.core.events import Event, Finished
 from pellucid.core.request import Request
+from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine import messages
-from pellucid.engine.client import EngineState, StreamEvent
+from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import Engine, EngineStats
+from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
+
+IDLE_SECONDS = 0.5  # after which an idle engine gives away what it has noted
+
+
+Item = Request | messages.Abort | messages.Reconfigure | messages.AskSteps
 
 
 class LocalClient:
@@ -22,8 +29,9 @@ class LocalClient:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._inbox: queue.SimpleQueue[Request | messages.Abort | messages.Reconfigure | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._streams = Streams(self._inbox.put, lambda request_id: self._inbox.put(messages.Abort(request_id)))
+        self._steps = StepFeed(self._inbox.put)
         self._loop = asyncio.get_running_loop()
         self._state: EngineState = "ready"
         self._reason = ""
@@ -56,6 +64,12 @@ class LocalClient:
     def reconfigure(self, tenants: Sequence[Tenant]) -> None:
         self._inbox.put(messages.Reconfigure(list(tenants)))
 
+    def on_steps(self, listener: StepListener) -> None:
+        self._steps.listen(listener)
+
+    async def last_steps(self, count: int) -> list[StepRecord]:
+        return await self._steps.last(count)
+
     async def close(self) -> None:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -66,22 +80,34 @@ class LocalClient:
             while self._drain_inbox():
                 if self._engine.has_work:
                     self._publish(self._engine.step())
+                if summaries := self._engine.take_summaries():
+                    self._loop.call_soon_threadsafe(self._steps.tell, summaries)
         except Exception as error:
             self._loop.call_soon_threadsafe(self._die, f"{type(error).__name__}: {error}")
 
     def _drain_inbox(self) -> bool:
-        """Take what has arrived, waiting for it when idle; False when the client was closed."""
+        """Take what has arrived, waiting a moment for it when idle; False when the client was closed."""
         while not self._inbox.empty() or not self._engine.has_work:
-            match self._inbox.get():
-                case None:
-                    return False
-                case messages.Abort(request_id=request_id):
-                    self._publish(self._engine.abort(request_id))
-                case messages.Reconfigure(tenants=tenants):
-                    self._engine.reconfigure(tenants)
-                case request:
-                    self._add(request)
+            try:
+                item = self._inbox.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                return True
+            if item is None:
+                return False
+            self._take(item)
         return True
+
+    def _take(self, item: Item) -> None:
+        match item:
+            case messages.Abort(request_id=request_id):
+                self._publish(self._engine.abort(request_id))
+            case messages.Reconfigure(tenants=tenants):
+                self._engine.reconfigure(tenants)
+            case messages.AskSteps(ticket=ticket, count=count):
+                answer = messages.LastSteps(ticket, self._engine.last_steps(count))
+                self._loop.call_soon_threadsafe(self._steps.answer, answer)
+            case request:
+                self._add(request)
 
     def _add(self, request: Request) -> None:
         try:
@@ -101,3 +127,4 @@ class LocalClient:
         if self._state != "dead":
             self._state, self._reason = "dead", reason
             self._streams.fail_all(reason)
+            self._steps.fail_all(reason)

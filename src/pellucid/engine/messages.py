@@ -5,7 +5,7 @@ Messages are versioned by the code on both sides being the same: the engine proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from pellucid.core.errors import RejectingLimit, RequestRejected
 from pellucid.core.events import Event, Finished, Queued, TokensGenerated
 from pellucid.core.request import Request, SamplingParams
+from pellucid.core.step_record import StepRecord, StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats
 
@@ -64,6 +65,13 @@ class Reconfigure(msgspec.Struct, tag=True):
     tenants: list[Tenant]
 
 
+class AskSteps(msgspec.Struct, tag=True):
+    """Send the last `count` step records; `LastSteps` with the same ticket answers, between two steps."""
+
+    ticket: int
+    count: int
+
+
 class Stop(msgspec.Struct, tag=True):
     """Leave the loop and exit."""
 
@@ -104,6 +112,21 @@ class Output(msgspec.Struct, tag=True):
         return output
 
 
+class Steps(msgspec.Struct, tag=True):
+    """The steps since the last such message, in numbers. Sent unasked, at most twice a second and at most a second
+    late, so that metrics and the ops page never ask the engine for anything."""
+
+    summaries: list[StepSummary]
+
+
+class LastSteps(msgspec.Struct, tag=True):
+    """Answers `AskSteps`. The records are as they lie in the ring, so that answering costs the engine a copy;
+    `decode_step_record` reads each."""
+
+    ticket: int
+    records: list[bytes]
+
+
 class Rejected(msgspec.Struct, tag=True):
     """The scheduler refused a request; the fields are those of RequestRejected."""
 
@@ -128,9 +151,10 @@ class Died(msgspec.Struct, tag=True):
     expected: bool
 
 
-ToEngine = Add | Abort | Reconfigure | Stop
-FromEngine = Progress | Ready | Output | Rejected | Died
+ToEngine = Add | Abort | Reconfigure | AskSteps | Stop
+FromEngine = Progress | Ready | Output | Steps | LastSteps | Rejected | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Any = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine: Any = msgspec.msgpack.Decoder(FromEngine).decode
+decode_step_record: Callable[[bytes], StepRecord] = msgspec.msgpack.Decoder(StepRecord).decode

@@ -14,10 +14,12 @@ import zmq.asyncio
 from pellucid.core.errors import EngineDead
 from pellucid.core.events import Finished
 from pellucid.core.request import Request
+from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine import messages, worker
-from pellucid.engine.client import EngineState, StreamEvent
+from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import EngineStats
+from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
 
 STOP_SECONDS = 5.0
@@ -31,6 +33,7 @@ class RemoteClient:
         self._build = build
         self._on_progress = on_progress
         self._streams = Streams(self._send_add, self._send_abort)
+        self._steps = StepFeed(self._send_question)
         self._state: EngineState = "starting"
         self._reason = "starting the engine process"
         self._stats = EngineStats()
@@ -85,6 +88,12 @@ class RemoteClient:
         if self._state != "dead":
             self._socket.send(messages.encode(messages.Reconfigure(list(tenants))))
 
+    def on_steps(self, listener: StepListener) -> None:
+        self._steps.listen(listener)
+
+    async def last_steps(self, count: int) -> list[StepRecord]:
+        return await self._steps.last(count)
+
     async def close(self) -> None:
         """Ask the engine to stop, then insist. A second call does nothing."""
         if self._closed:
@@ -106,6 +115,9 @@ class RemoteClient:
     def _send_add(self, request: Request) -> None:
         self._socket.send(messages.encode(messages.Add.of(request)))
 
+    def _send_question(self, question: messages.AskSteps) -> None:
+        self._socket.send(messages.encode(question))
+
     def _send_abort(self, request_id: str) -> None:
         if self._state != "dead":
             self._socket.send(messages.encode(messages.Abort(request_id)))
@@ -120,6 +132,10 @@ class RemoteClient:
                 self._stats = message.stats
                 for events in (message.queued, message.tokens, message.finished):
                     self._streams.dispatch(events)
+            case messages.Steps():
+                self._steps.tell(message.summaries)
+            case messages.LastSteps():
+                self._steps.answer(message)
             case messages.Rejected():
                 self._streams.reject(message.request_id, message.error())
             case messages.Progress():
@@ -151,6 +167,7 @@ class RemoteClient:
             self._state, self._reason = "dead", reason
             self._ready.set()
             self._streams.fail_all(reason)
+            self._steps.fail_all(reason)
 
 
 def _describe(exit_code: int | None) -> str:

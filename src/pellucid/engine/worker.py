@@ -65,10 +65,14 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
             _publish(engine.step(), engine, socket)
         else:
             engine.check_when_idle()
+        if summaries := engine.take_summaries():
+            socket.send(messages.encode(messages.Steps(summaries)))
 
 
 def _handle(
-    message: messages.Add | messages.Abort | messages.Reconfigure, engine: Engine, socket: zmq.Socket[bytes]
+    message: messages.Add | messages.Abort | messages.Reconfigure | messages.AskSteps,
+    engine: Engine,
+    socket: zmq.Socket[bytes],
 ) -> None:
     match message:
         case messages.Add():
@@ -80,6 +84,8 @@ def _handle(
             _publish(engine.abort(message.request_id), engine, socket)
         case messages.Reconfigure():
             engine.reconfigure(message.tenants)
+        case messages.AskSteps():
+            socket.send(messages.encode(messages.LastSteps(message.ticket, engine.last_steps(message.count))))
 
 
 def _publish(events: list[Event], engine: Engine, socket: zmq.Socket[bytes]) -> None:

@@ -20,8 +20,8 @@ from pellucid.core.errors import ConfigError
 from pellucid.planner.hardware import Device
 from pellucid.planner.shape import ModelShape, attended
 
-_ACTIVATION_BYTES = 2  # the residual stream is kept in 16 bits by every engine in question
-_LOGIT_BYTES = 4
+ACTIVATION_BYTES = 2  # the residual stream is kept in 16 bits by every engine in question
+LOGIT_BYTES = 4
 
 
 def prefill(num_new: int, num_cached: int = 0, *, samples: bool = True) -> StepFeatures:
@@ -119,8 +119,8 @@ class Roofline:
         weights = shape.touched_weight_bytes(tokens, features.num_samples, self.tp)
         kv_write = tokens * shape.kv_bytes_per_token(self.tp) if shape.has_layers else 0.0
         kv_read = self._kv_read_bytes(features)
-        activations = 4.0 * shape.num_layers * shape.hidden * tokens * _ACTIVATION_BYTES
-        activations += features.num_samples * shape.vocab * _LOGIT_BYTES / self.tp
+        activations = 4.0 * shape.num_layers * shape.hidden * tokens * ACTIVATION_BYTES
+        activations += features.num_samples * shape.vocab * LOGIT_BYTES / self.tp
         return StepCost(
             linear_flops=linear,
             attention_flops=attention,
@@ -152,9 +152,9 @@ class Roofline:
             return 0.0
         share = (self.tp - 1) / self.tp
         alpha = self.device.all_reduce_seconds or 0.0
-        row = self.shape.hidden * _ACTIVATION_BYTES
+        row = self.shape.hidden * ACTIVATION_BYTES
         reduce = alpha + 2 * share * num_tokens * row / self.device.link
-        gather = alpha + share * num_samples * self.shape.vocab * _ACTIVATION_BYTES / self.device.link
+        gather = alpha + share * num_samples * self.shape.vocab * ACTIVATION_BYTES / self.device.link
         return 2 * self.shape.num_layers * reduce + gather
 
     def _attention_flops(self, features: StepFeatures) -> float:

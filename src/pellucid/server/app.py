@@ -7,6 +7,7 @@ OpenAI's shape; the OpenAPI schema is made from the same types.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -40,27 +41,48 @@ from pellucid.server.tenancy import Tenancy
 from pellucid.server.wire import EagerProtocol
 from pellucid.telemetry.explanation import explain, redacted
 from pellucid.telemetry.ledger_json import all_fields
+from pellucid.telemetry.machine_use import MachineUse
 from pellucid.telemetry.prometheus import CONTENT_TYPE, ServerMetrics
+from pellucid.telemetry.spans import RequestSpans
 
 log = logging.getLogger("pellucid.server")
+MOST_STEPS = 100_000
 _ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 def create_app(
-    engine: EngineClient, served: ServedModel, config: ServerConfig, tenancy: Tenancy | None = None
+    engine: EngineClient,
+    served: ServedModel,
+    config: ServerConfig,
+    tenancy: Tenancy | None = None,
+    *,
+    machine: MachineUse | None = None,
+    spans: RequestSpans | None = None,
 ) -> FastAPI:
-    """The application. It closes `engine` when it shuts down. `tenancy` is needed where `config` names a tenants file.
-    `app.state` has `metrics`, its ServerMetrics, `tenancy`, and `ledgers`, its LedgerDesk."""
+    """The application. It closes `engine` and `spans` when it shuts down. `tenancy` is needed where `config` names a
+    tenants file. `app.state` has `metrics`, its ServerMetrics, `tenancy`, and `ledgers`, its LedgerDesk.
+
+    `machine` counts what the steps use of the machine; `spans` sends a trace of each request.
+    """
     if tenancy is None:
         if config.tenants is not None:
             raise ConfigError(f"the tenants of {config.tenants} were not read; give create_app a Tenancy.of_file")
         tenancy = Tenancy.single(config.api_key)
     if config.served_model_name is not None:
         served = replace(served, name=config.served_model_name)
-    metrics = ServerMetrics(lambda: asdict(engine.stats()))
+    metrics = ServerMetrics(
+        lambda: asdict(engine.stats()),
+        machine=machine,
+        info={"version": __version__, "model": served.name},
+        vllm_model=served.name if config.metrics_compat == "vllm" else None,
+    )
+    engine.on_steps(metrics.steps)
     ledgers = LedgerDesk(engine)
+    ledgers.listeners.append(lambda ended: metrics.ended(ended.record))
+    if spans is not None:
+        ledgers.listeners.append(lambda ended: spans.send(ended.record, ended.trace))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -68,6 +90,8 @@ def create_app(
             yield
             await engine.close()
             ledgers.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
     app = FastAPI(title="Pellucid", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.metrics = metrics
@@ -140,6 +164,7 @@ class _Routes:
             ("/health/ready", self.ready),
             ("/health", self.ready),
             ("/metrics", self.metrics),
+            ("/v1/steps", self.steps),
         ):
             app.add_api_route(
                 path, answer, methods=["GET"], responses=responses(metrics=path == "/metrics"), summary=answer.__doc__
@@ -214,6 +239,15 @@ class _Routes:
         """Prometheus metrics."""
         require_operator(http)
         return Response(self._metrics.render(), media_type=CONTENT_TYPE)
+
+    async def steps(self, http: HttpRequest, last: str = "100") -> Response:
+        """The last steps of the engine: what was planned, predicted and measured, and who was in each."""
+        require_operator(http)
+        if not last.isdecimal() or not 1 <= int(last) <= MOST_STEPS:
+            raise bad_request(f"last is {last!r}; it must be a number of steps in [1, {MOST_STEPS}]", param="last")
+        records = await self._engine.last_steps(int(last))
+        # Thousands of records take a while to write; streams beside them should not wait for it.
+        return await asyncio.to_thread(lambda: _json({"object": "list", "data": [r.to_json() for r in records]}))
 
     def _health(self, *, alive: bool) -> Response:
         state, reason = self._engine.state, self._engine.reason

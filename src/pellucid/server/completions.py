@@ -14,6 +14,7 @@ from typing import NamedTuple
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from pellucid.core.errors import RequestRejected
 from pellucid.core.request import Request
 from pellucid.engine.client import EngineClient
 from pellucid.server.config import ServedModel, ServerConfig
@@ -27,6 +28,7 @@ from pellucid.server.shapes import ChatShape, Choice, CompletionShape, Envelope,
 from pellucid.server.streaming import EventStream, Outlet, WholeReply, until_disconnect
 from pellucid.server.tenancy import Tenancy
 from pellucid.telemetry.prometheus import ServerMetrics
+from pellucid.telemetry.spans import TRACE_HEADERS
 from pellucid.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat without max_tokens gets what fits
@@ -95,6 +97,14 @@ class Completions:
             raise bad_request(f"token id {max(ids)} is outside the vocabulary of {size}", param=param)
         return ids
 
+    def _room_after(self, prompt: Prompt) -> int:
+        """Most tokens that can follow the prompt. Raises RequestRejected."""
+        try:
+            return self._served.limits.max_output_tokens(len(prompt.token_ids))
+        except RequestRejected as error:
+            self._metrics.count_rejection(error)
+            raise
+
     async def _reply(self, call: Call, body: GenerationBody, prompts: list[Prompt]) -> Response:
         if self._engine.state != "ready":
             raise not_ready(self._engine.state, self._engine.reason)
@@ -107,7 +117,7 @@ class Completions:
         namespaces = [self._tenancy.namespace(call.tenant, prompt.token_ids) for prompt in prompts]
         is_chat = isinstance(body, ChatBody)
         wanted = body.wanted_tokens() or (None if is_chat else DEFAULT_COMPLETION_TOKENS)
-        fitting = [self._served.limits.max_output_tokens(len(prompt.token_ids)) for prompt in prompts]
+        fitting = [self._room_after(prompt) for prompt in prompts]
         lowered = min(fitting) if wanted is not None and wanted > min(fitting) else None
         stops = body.stops()
         self._checked(body.stop_token_ids, "stop_token_ids")
@@ -115,6 +125,7 @@ class Completions:
         headers = {"X-Pellucid-Ignored-Fields": ", ".join(call.ignored)} if call.ignored else {}
         if lowered is not None:
             headers["X-Pellucid-Max-Tokens"] = str(lowered)
+        trace = {name: value for name in TRACE_HEADERS if (value := call.http.headers.get(name)) is not None}
         envelope = Envelope(shape, call.http.state.request_id, self._served.name, int(time.time()))
 
         outlet = Outlet()
@@ -131,7 +142,7 @@ class Completions:
                 deadline=None if wait is None else call.arrival + wait,
                 **namespaces[choice.prompt]._asdict(),
             )
-            choice.ledger = self._ledgers.open(request, call.arrival, outlet)
+            choice.ledger = self._ledgers.open(request, call.arrival, outlet, trace=trace)
             meter = Meter(choice.ledger, self._metrics, self._tenancy.usage, headers)
             return generate(self._engine, request, tokenizer=self._served.tokenizer, stops=stops, meter=meter)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
@@ -45,6 +46,13 @@ class ServerConfig:
         default=False,
         metadata={"help": "Prompts and replies go into the --record file too, as token ids.", "flag": "--record-text"},
     )
+    metrics_compat: Literal["none", "vllm"] = field(
+        default="none", metadata={"help": "Show /metrics under these names as well, for dashboards made for them."}
+    )
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata={"help": "Send a trace of each request to this OpenTelemetry collector, e.g. http://host:4318."},
+    )
     max_choices: int = 128
     max_body_bytes: int = 64 << 20
 
@@ -55,6 +63,8 @@ class ServerConfig:
             raise ConfigError("api_key is empty; leave it out to ask for no key")
         if self.record_text and self.record is None:
             raise ConfigError("--record-text says what --record writes; name its file with --record")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must be a URL such as http://host:4318")
         if self.max_choices < 1 or self.max_body_bytes < 1:
             raise ConfigError("max_choices and max_body_bytes must be at least 1")
 

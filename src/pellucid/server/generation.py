@@ -42,8 +42,9 @@ async def generate(
                 if piece.finish_reason is not None:
                     end = piece.finish_reason
                 yield piece
-    except RequestRejected:
+    except RequestRejected as error:
         end = "rejected"
+        meter.rejected(error)
         raise
     except Exception as error:
         end = "deadline" if isinstance(error, DeadlineExceeded) else "error"

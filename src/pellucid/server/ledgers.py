@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -33,19 +33,23 @@ _REPORT_SECONDS = 10.0  # how long a reply waits for the engine to close a ledge
 
 class Served(NamedTuple):
     """A request that ended, whole: as it is stored, as it was asked, and what was answered. `arrival` is on the
-    monotonic clock."""
+    monotonic clock; `trace` are the headers that name the caller's trace."""
 
     record: StoredRequest
     request: Request
     arrival: float
     output_ids: tuple[int, ...]
+    trace: Mapping[str, str]
 
 
 class OpenLedger:
-    """Of one request to the engine, from its arrival on. `outlet` times the reply that it is part of."""
+    """Of one request to the engine, from its arrival on. `outlet` times the reply that it is part of, `trace` goes into
+    what is `Served`."""
 
-    def __init__(self, desk: LedgerDesk, request: Request, arrival: float, outlet: Outlet) -> None:
-        self._desk, self.request, self.arrival, self._outlet = desk, request, arrival, outlet
+    def __init__(
+        self, desk: LedgerDesk, request: Request, arrival: float, outlet: Outlet, trace: Mapping[str, str]
+    ) -> None:
+        self._desk, self.request, self.arrival, self._outlet, self._trace = desk, request, arrival, outlet, trace
         self._first_sent: float | None = None
         self._last_sent: float | None = None
         self._reason = "disconnect"
@@ -106,7 +110,7 @@ class OpenLedger:
             reason=self._reason,
             ledger=self._framed(end),
         )
-        return Served(record, self.request, self.arrival, tuple(self._output_ids))
+        return Served(record, self.request, self.arrival, tuple(self._output_ids), self._trace)
 
     def _framed(self, end: float) -> LedgerReport:
         submitted = self.request.arrival
@@ -150,9 +154,9 @@ class LedgerDesk:
         self._recent: OrderedDict[str, StoredRequest] = OrderedDict()
         engine.on_late_end = self._late
 
-    def open(self, request: Request, arrival: float, outlet: Outlet) -> OpenLedger:
+    def open(self, request: Request, arrival: float, outlet: Outlet, *, trace: Mapping[str, str]) -> OpenLedger:
         """A request is about to be submitted."""
-        opened = self._open[request.id] = OpenLedger(self, request, arrival, outlet)
+        opened = self._open[request.id] = OpenLedger(self, request, arrival, outlet, trace)
         return opened
 
     def discard(self, opened: OpenLedger) -> None:

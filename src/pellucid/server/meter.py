@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import MutableMapping
 
+from pellucid.core.errors import RequestRejected
 from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.server.ledgers import OpenLedger
 from pellucid.server.usage import UsageLog
@@ -22,9 +23,8 @@ class Meter:
         self, ledger: OpenLedger, metrics: ServerMetrics, usage: UsageLog | None, headers: MutableMapping[str, str]
     ) -> None:
         self._ledger, self._request = ledger, ledger.request
-        self._metrics, self._usage, self._headers = metrics, usage, headers
+        self._usage, self._headers = usage, headers
         self._times = metrics.choice(ledger.arrival)
-        self._predicted_ttft: float | None = None
         self._num_cached = 0
         self._num_output = 0
 
@@ -35,15 +35,13 @@ class Meter:
 
     def queued(self, event: Queued) -> None:
         """The engine accepted the request."""
-        self._predicted_ttft = event.predicted_ttft
         if event.predicted_ttft is not None:
+            self._times.predicted(event.predicted_ttft, self._request.arrival)
             self._headers.setdefault(PREDICTED_TTFT_HEADER, f"{1000 * event.predicted_ttft:.0f}")
 
     def tokens(self, event: TokensGenerated) -> None:
         """Tokens arrived."""
         now = time.monotonic()
-        if self._num_output == 0 and self._predicted_ttft is not None:
-            self._metrics.observe_prediction_error(now - self._request.arrival - self._predicted_ttft)
         self._num_cached = event.num_cached
         self._num_output += len(event.token_ids)
         self._times.tokens(len(event.token_ids), now)
@@ -53,9 +51,13 @@ class Meter:
         """The engine is done with the request."""
         self._ledger.finished(event.ledger)
 
+    def rejected(self, error: RequestRejected) -> None:
+        """The engine refused the request."""
+        self._times.rejected(error)
+
     def end(self, reason: str) -> None:
         """The choice ended."""
-        self._times.end(reason, time.monotonic())
+        self._times.end(reason)
         self._ledger.ended(reason)
         if self._usage is not None and self._num_output:
             self._usage.add(

@@ -238,9 +238,12 @@ def machine_use(settings: EngineSettings, model: LoadedModel) -> MachineUse:
     path = default_path(os.environ)
     if not path.exists():
         return MachineUse(step_work(shape))
-    device = read_profile(path).device()
-    rate = device.flops.get(shape.weight_format.compute)
-    limits = None if rate is None else MachineLimits(rate, device.need_bandwidth())
+    profile = read_profile(path)
+    device, compute = profile.device(), shape.weight_format.compute
+    rate = device.flops.get(compute)
+    if rate is None:
+        return MachineUse(step_work(shape))
+    limits = MachineLimits(rate, device.need_bandwidth(), compute, profile.machine, profile.measured_at)
     return MachineUse(step_work(shape), limits)
 
 

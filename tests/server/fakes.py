@@ -13,7 +13,9 @@ from pellucid.core.request import Request
 from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine.client import EngineState, EngineStats, StepListener, StreamEvent
+from pellucid.engine.view import EngineView, PoolView
 
+QUIET = EngineView(0.0, {}, 0, PoolView(b"\0" * 64, b"\0" * 64), (), (), ())
 Say = Callable[[Request], list[tuple[int, ...]]]
 
 
@@ -23,7 +25,7 @@ class FakeEngine:
 
     `hold_after`: wait for `gate` before the group of that number (0: before the first). `fail_after`: raise `failure`
     there instead. `cached` is reported as cached prompt tokens, `ends` as the reason of an end that is its own,
-    `predicted` as the time to the first token.
+    `predicted` as the time to the first token. `view` is what it looks like.
     """
 
     say: Say
@@ -45,9 +47,15 @@ class FakeEngine:
     on_late_end: Callable[[Finished], None] | None = None
     step_listeners: list[StepListener] = field(default_factory=list)
     records: list[StepRecord] = field(default_factory=list)
+    view: EngineView = QUIET
+    looks: list[bool] = field(default_factory=list)
 
     def on_steps(self, listener: StepListener) -> None:
         self.step_listeners.append(listener)
+
+    async def look(self, *, tokens: bool = False) -> EngineView:
+        self.looks.append(tokens)
+        return self.view
 
     async def last_steps(self, count: int) -> list[StepRecord]:
         return self.records[-count:]

@@ -23,6 +23,7 @@ COMMANDS = {
     "doctor": "doctor:doctor",
     "bench": "bench:bench",
     "report": "bench:report",
+    "top": "top:top",
     "trace": "trace:app",
     "replay": "replay:replay_log",
     "tenant": "tenant:app",

@@ -209,6 +209,11 @@ class LedgerBook:
             counts[why] = counts.get(why, 0) + 1
         return counts
 
+    def cause_now(self, sequence: Sequence) -> str:
+        """The cause under which time runs for a sequence that is in no step."""
+        ledger = sequence.ledger
+        return next(iter(self.reasons([ledger]))) if ledger.phase == "queue" else _idle_cause(ledger)
+
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float) -> None:

@@ -15,6 +15,7 @@ from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats as EngineStats
 from pellucid.engine.step_feed import StepListener as StepListener
+from pellucid.engine.view import EngineView
 
 EngineState = Literal["starting", "ready", "dead"]
 StreamEvent = Queued | TokensGenerated | Finished
@@ -58,6 +59,11 @@ class EngineClient(Protocol):
     async def last_steps(self, count: int) -> list[StepRecord]:
         """The last `count` steps that the engine's recorder kept, oldest first; empty without a recorder. Answered
         between two steps. Raises EngineDead."""
+        ...
+
+    async def look(self, *, tokens: bool = False) -> EngineView:
+        """What the engine looks like before its next step; see `engine/view.py`. `tokens`: with the first token ids of
+        prompts and cached branches. Raises EngineDead when the engine is or becomes dead."""
         ...
 
     async def close(self) -> None:

@@ -20,6 +20,7 @@ from pellucid.core.step_record import StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.executor import Executor
 from pellucid.engine.recording import Recorder, Recording, StepTimes
+from pellucid.engine.view import EngineView, Viewer
 
 SECONDS_BETWEEN_CHECKS = 10.0
 SECONDS_BETWEEN_REASONS = 0.5
@@ -84,6 +85,7 @@ class Engine:
         self._num_preemptions = 0
         self._num_finished = 0
         self._checked_at = clock()
+        self._viewer: Viewer | None = None  # while somebody watches
         self._reasons: tuple[tuple[str, int], ...] = ()
         self._reasons_at = float("-inf")
 
@@ -120,6 +122,8 @@ class Engine:
                 # Everyone waits for something that a bound will end (see core/shared_prefix.py), or was too late.
                 return self._count(self.scheduler.take_events())
             raise InvariantViolation(f"nothing can be computed for {self.scheduler.sequences()}")
+        if self._viewer is not None:
+            self._viewer.launched(plan)
         planned = self._recording.planned(plan)
         decided = self.clock()
         result = self.executor.collect(self.executor.launch(plan))
@@ -128,7 +132,16 @@ class Engine:
         self._recording.folded(planned, result, StepTimes(started, decided, executed, self.clock()), events)
         self._num_steps += 1
         self._step_seconds += result.seconds
+        if self._viewer is not None and self._viewer.expired(executed):
+            self._viewer = None
         return self._count(events)
+
+    def look(self, *, tokens: bool = False) -> EngineView:
+        """This moment, for whoever watches; see `engine/view.py`. `tokens`: with the first ones of prompts."""
+        now = self.clock()
+        if self._viewer is None:
+            self._viewer = Viewer(self.scheduler, now)
+        return self._viewer.look(now, tokens=tokens)
 
     def check_when_idle(self) -> None:
         """Check the conservation laws if nothing is running and it was not done in the last seconds."""
@@ -187,6 +200,8 @@ class Engine:
         return self._reasons
 
     def _count(self, events: list[Event]) -> list[Event]:
+        if self._viewer is not None:
+            self._viewer.happened(events)
         for event in events:
             match event:
                 case TokensGenerated():

@@ -15,13 +15,15 @@ from pellucid.core.tenants import Tenant
 from pellucid.engine import messages
 from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import Engine, EngineStats
+from pellucid.engine.looks import Looks
 from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
+from pellucid.engine.view import EngineView
 
 IDLE_SECONDS = 0.5  # after which an idle engine gives away what it has noted
 
 
-Item = Request | messages.Abort | messages.Reconfigure | messages.AskSteps
+Item = Request | messages.Abort | messages.Reconfigure | messages.AskSteps | messages.Look
 
 
 class LocalClient:
@@ -32,6 +34,7 @@ class LocalClient:
         self._inbox: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._streams = Streams(self._inbox.put, lambda request_id: self._inbox.put(messages.Abort(request_id)))
         self._steps = StepFeed(self._inbox.put)
+        self._looks = Looks(self._inbox.put)
         self._loop = asyncio.get_running_loop()
         self._state: EngineState = "ready"
         self._reason = ""
@@ -70,6 +73,9 @@ class LocalClient:
     async def last_steps(self, count: int) -> list[StepRecord]:
         return await self._steps.last(count)
 
+    async def look(self, *, tokens: bool = False) -> EngineView:
+        return await self._looks.ask(tokens=tokens)
+
     async def close(self) -> None:
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -106,6 +112,8 @@ class LocalClient:
             case messages.AskSteps(ticket=ticket, count=count):
                 answer = messages.LastSteps(ticket, self._engine.last_steps(count))
                 self._loop.call_soon_threadsafe(self._steps.answer, answer)
+            case messages.Look(tokens=tokens):
+                self._loop.call_soon_threadsafe(self._looks.answer, self._engine.look(tokens=tokens))
             case request:
                 self._add(request)
 
@@ -128,3 +136,4 @@ class LocalClient:
             self._state, self._reason = "dead", reason
             self._streams.fail_all(reason)
             self._steps.fail_all(reason)
+            self._looks.fail_all(reason)

@@ -16,6 +16,7 @@ from pellucid.core.request import Request, SamplingParams
 from pellucid.core.step_record import StepRecord, StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.engine import EngineStats
+from pellucid.engine.view import EngineView
 
 
 class Add(msgspec.Struct, tag=True):
@@ -70,6 +71,12 @@ class AskSteps(msgspec.Struct, tag=True):
 
     ticket: int
     count: int
+
+
+class Look(msgspec.Struct, tag=True):
+    """Answer with a View before the next step."""
+
+    tokens: bool
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -127,6 +134,12 @@ class LastSteps(msgspec.Struct, tag=True):
     records: list[bytes]
 
 
+class View(msgspec.Struct, tag=True):
+    """The answer to a Look."""
+
+    view: EngineView
+
+
 class Rejected(msgspec.Struct, tag=True):
     """The scheduler refused a request; the fields are those of RequestRejected."""
 
@@ -151,8 +164,8 @@ class Died(msgspec.Struct, tag=True):
     expected: bool
 
 
-ToEngine = Add | Abort | Reconfigure | AskSteps | Stop
-FromEngine = Progress | Ready | Output | Steps | LastSteps | Rejected | Died
+ToEngine = Add | Abort | Reconfigure | AskSteps | Look | Stop
+FromEngine = Progress | Ready | Output | Steps | LastSteps | View | Rejected | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine: Any = msgspec.msgpack.Decoder(ToEngine).decode

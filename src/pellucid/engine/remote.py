@@ -19,8 +19,10 @@ from pellucid.core.tenants import Tenant
 from pellucid.engine import messages, worker
 from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import EngineStats
+from pellucid.engine.looks import Looks
 from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
+from pellucid.engine.view import EngineView
 
 STOP_SECONDS = 5.0
 
@@ -34,6 +36,7 @@ class RemoteClient:
         self._on_progress = on_progress
         self._streams = Streams(self._send_add, self._send_abort)
         self._steps = StepFeed(self._send_question)
+        self._looks = Looks(self._send_question)
         self._state: EngineState = "starting"
         self._reason = "starting the engine process"
         self._stats = EngineStats()
@@ -94,6 +97,9 @@ class RemoteClient:
     async def last_steps(self, count: int) -> list[StepRecord]:
         return await self._steps.last(count)
 
+    async def look(self, *, tokens: bool = False) -> EngineView:
+        return await self._looks.ask(tokens=tokens)
+
     async def close(self) -> None:
         """Ask the engine to stop, then insist. A second call does nothing."""
         if self._closed:
@@ -115,7 +121,7 @@ class RemoteClient:
     def _send_add(self, request: Request) -> None:
         self._socket.send(messages.encode(messages.Add.of(request)))
 
-    def _send_question(self, question: messages.AskSteps) -> None:
+    def _send_question(self, question: messages.AskSteps | messages.Look) -> None:
         self._socket.send(messages.encode(question))
 
     def _send_abort(self, request_id: str) -> None:
@@ -136,6 +142,8 @@ class RemoteClient:
                 self._steps.tell(message.summaries)
             case messages.LastSteps():
                 self._steps.answer(message)
+            case messages.View():
+                self._looks.answer(message.view)
             case messages.Rejected():
                 self._streams.reject(message.request_id, message.error())
             case messages.Progress():
@@ -168,6 +176,7 @@ class RemoteClient:
             self._ready.set()
             self._streams.fail_all(reason)
             self._steps.fail_all(reason)
+            self._looks.fail_all(reason)
 
 
 def _describe(exit_code: int | None) -> str:

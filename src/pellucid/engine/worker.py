@@ -70,7 +70,7 @@ def _loop(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
 
 
 def _handle(
-    message: messages.Add | messages.Abort | messages.Reconfigure | messages.AskSteps,
+    message: messages.Add | messages.Abort | messages.Reconfigure | messages.AskSteps | messages.Look,
     engine: Engine,
     socket: zmq.Socket[bytes],
 ) -> None:
@@ -86,6 +86,8 @@ def _handle(
             engine.reconfigure(message.tenants)
         case messages.AskSteps():
             socket.send(messages.encode(messages.LastSteps(message.ticket, engine.last_steps(message.count))))
+        case messages.Look():
+            socket.send(messages.encode(messages.View(engine.look(tokens=message.tokens))))
 
 
 def _publish(events: list[Event], engine: Engine, socket: zmq.Socket[bytes]) -> None:

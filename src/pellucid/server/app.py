@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -36,6 +37,9 @@ from pellucid.server.errors import ApiError, as_api_error, bad_request, not_read
 from pellucid.server.fields import parse_body
 from pellucid.server.ledgers import LedgerDesk
 from pellucid.server.openai_types import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from pellucid.server.ops.document import Subject
+from pellucid.server.ops.live import LiveFeed
+from pellucid.server.ops.routes import OpsRoutes
 from pellucid.server.schema import openapi, request_body, responses
 from pellucid.server.tenancy import Tenancy
 from pellucid.server.wire import EagerProtocol
@@ -62,7 +66,8 @@ def create_app(
     spans: RequestSpans | None = None,
 ) -> FastAPI:
     """The application. It closes `engine` and `spans` when it shuts down. `tenancy` is needed where `config` names a
-    tenants file. `app.state` has `metrics`, its ServerMetrics, `tenancy`, and `ledgers`, its LedgerDesk.
+    tenants file. `app.state` has `metrics`, its ServerMetrics, `tenancy`, `ledgers`, its LedgerDesk, and `feed`, its
+    LiveFeed.
 
     `machine` counts what the steps use of the machine; `spans` sends a trace of each request.
     """
@@ -97,17 +102,23 @@ def create_app(
     app.state.metrics = metrics
     app.state.tenancy = tenancy
     app.state.ledgers = ledgers
+    decode = served.tokenizer.decode if config.show_text else None
+    subject = Subject(served.name, __version__, served.limits, machine, decode)
+    app.state.feed = LiveFeed(engine, subject, metrics.recent)
     app.add_middleware(_Envelope, metrics=metrics)
     for kind in (PellucidError, HTTPException):
         app.add_exception_handler(kind, _answer_error)
     _Routes(engine, served, config, metrics=metrics, tenancy=tenancy, ledgers=ledgers).add_to(app)
+    if config.ops_page == "on":
+        OpsRoutes(app.state.feed).add_to(app)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
-    """A uvicorn server for the application; `run()` or `await serve()` it. Open streams get 5 s to end at shutdown."""
-    return uvicorn.Server(
+    """A uvicorn server for the application; `run()` or `await serve()` it. Open replies get 5 s to end at shutdown; the
+    live stream, which has no end of its own, is ended."""
+    return _Server(
         uvicorn.Config(
             app,
             host=config.host,
@@ -120,6 +131,12 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
             timeout_graceful_shutdown=5,
         )
     )
+
+
+class _Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.feed.close()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
 
 
 class _Routes:

@@ -53,6 +53,12 @@ class ServerConfig:
         default=None,
         metadata={"help": "Send a trace of each request to this OpenTelemetry collector, e.g. http://host:4318."},
     )
+    ops_page: Literal["on", "off"] = field(
+        default="on", metadata={"help": "The page at / that shows what the engine is doing, and the stream behind it."}
+    )
+    show_text: bool = field(
+        default=False, metadata={"help": "Show the beginnings of prompts on the ops page.", "flag": "--show-text"}
+    )
     max_choices: int = 128
     max_body_bytes: int = 64 << 20
 

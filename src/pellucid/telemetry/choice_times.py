@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pellucid.core.errors import RequestRejected
 from pellucid.telemetry.families import Counters, Histogram
+from pellucid.telemetry.recent import RecentTimes
 
 
 class Listeners(NamedTuple):
@@ -22,6 +23,7 @@ class Listeners(NamedTuple):
     ttft_prediction: Histogram
     choices: Counters
     rejected: Callable[[RequestRejected], None]
+    recent: RecentTimes
 
 
 class ChoiceTimes:
@@ -45,10 +47,12 @@ class ChoiceTimes:
         if self._first is None:
             self._first = now
             self._listeners.ttft.observe(now - self._arrival)
+            self._listeners.recent.ttft.add(now - self._arrival, now)
             if self._predicted > 0.0:
                 self._listeners.ttft_prediction.observe((now - self._predicted_at) / self._predicted)
         else:
             self._listeners.itl.observe((now - self._last) / num_tokens, num_tokens)
+            self._listeners.recent.itl.add((now - self._last) / num_tokens, now, num_tokens)
         self._last = now
         self._num_tokens += num_tokens
 

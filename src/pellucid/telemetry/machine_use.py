@@ -56,10 +56,13 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class MachineLimits:
-    """Measured FLOP/s in the model's number format, and bytes/s of main memory."""
+    """Measured FLOP/s in the model's number `format`, and bytes/s of main memory; of which machine, and when."""
 
     flops: float
     bandwidth: float
+    format: str = ""
+    machine: str = ""
+    measured_at: str = ""
 
 
 class Used(NamedTuple):

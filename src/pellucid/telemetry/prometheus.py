@@ -24,6 +24,7 @@ from pellucid.telemetry import catalogue, vllm_names
 from pellucid.telemetry.choice_times import ChoiceTimes, Listeners
 from pellucid.telemetry.families import Counters, Histogram, counter, gauge
 from pellucid.telemetry.machine_use import RESOURCES, MachineUse
+from pellucid.telemetry.recent import RecentTimes
 from pellucid.telemetry.store import StoredRequest
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -72,8 +73,9 @@ class ServerMetrics:
         self.step_predicted = Histogram(catalogue.STEP_PREDICTED)
         self.step_prediction = Histogram(catalogue.STEP_PREDICTION)
         self.step_tokens = Histogram(catalogue.STEP_TOKENS)
+        self.recent = RecentTimes()
         self._listeners = Listeners(
-            self.ttft, self.itl, self.tpot, self.ttft_prediction, self.choices, self.count_rejection
+            self.ttft, self.itl, self.tpot, self.ttft_prediction, self.choices, self.count_rejection, self.recent
         )
         self._registry = CollectorRegistry()
         self._registry.register(_Families(self._families))

@@ -1,0 +1,3 @@
+"""The tokenizer of the server's tests."""
+
+from tests.server.conftest import tokenizer as tokenizer

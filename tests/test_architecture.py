@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"core"},
     "models": {"kernels", "core"},
     "runtime": {"models", "kernels", "engine", "core"},
+    "sim": {"engine", "core"},
     "sizing": {"runtime", "models", "kernels", "planner", "core"},
     "build": {"sizing", "runtime", "models", "kernels", *SIBLINGS, "core"},
     "server": {"build", "models", *SIBLINGS, "core"},
@@ -70,7 +71,7 @@ def test_libraries_stay_where_they_belong(path):
         assert "torch" not in tops, f"torch lives in {sorted(TORCH_ROOMS)}, not in {room}"
 
 
-@pytest.mark.parametrize("room", ["core", "engine", "workload", "planner", "text", "server", "cli", "build", "sizing"])
+@pytest.mark.parametrize("room", ["core", "engine", "sim", "workload", "planner", "text", "server", "cli", "build", "sizing"])
 def test_importing_a_room_does_not_load_torch(room):
     code = f"""
 import importlib, pkgutil, sys

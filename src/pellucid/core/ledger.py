@@ -98,9 +98,9 @@ class Miss(NamedTuple):
     """Prompt blocks `[start, end)` that did not come from the cache, and why.
 
     `cold`: nobody had computed them here. `evicted`: they were cached, until `at` (seconds from arrival; before it
-    where negative) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on. `namespace`:
-    they are cached, for others. `partial`: the end of the prompt that fills no block (its last token is always
-    computed). `off`: the request may not use the cache.
+    where negative) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on.
+    `namespace`: they are cached, for others. `partial`: the end of the prompt that fills no block (its last token is
+    always computed). `off`: the request may not use the cache.
     """
 
     start: int

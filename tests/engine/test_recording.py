@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +18,7 @@ from pellucid.core.scheduler import Scheduler
 from pellucid.core.step_record import StepRecord
 from pellucid.engine.engine import Engine
 from pellucid.engine.messages import decode_step_record, encode
-from pellucid.engine.recording import SECONDS_BETWEEN_BATCHES
+from pellucid.engine.recording import SECONDS_BETWEEN_BATCHES, block_counts
 
 
 class Kept:
@@ -133,6 +134,33 @@ def test_the_snapshot_says_why_requests_wait():
         assert sum(count for _, count in running.stats().waiting_by_reason) == running.stats().num_waiting
         running.step()
     assert running.stats().waiting_by_reason == ()
+
+
+def test_who_was_swapped_out_is_counted_until_it_runs_again_or_ends():
+    config = replace(CONFIG, num_host_blocks=16, bytes_per_block=64, preemption="swap", token_budget=32)
+    kept = Kept()
+    running = engine(kept, config)
+    for index in range(4):
+        running.add(request(f"r{index}", 9, 40, first=100 * index))
+    most, aborted = 0, False
+    while running.has_work:
+        running.step()
+        swapped = [s.request.id for s in running.scheduler.waiting if s.wanted]
+        stats = running.stats()
+        assert stats.num_swapped == kept.records[-1].summary.num_swapped == len(swapped)
+        assert kept.records[-1].summary.host_blocks == block_counts(running.scheduler.kv.host)
+        assert stats.host_blocks_free + stats.host_blocks_cached + stats.host_blocks_in_flight == 16
+        most = max(most, len(swapped))
+        if swapped and not aborted and stats.num_preemptions > 1:
+            running.abort(swapped[0])
+            aborted = True
+            assert running.stats().num_swapped == len(swapped) - 1
+    assert most > 0
+    assert aborted
+    stats = running.stats()
+    assert stats.num_swapped == 0
+    assert stats.num_preempted_swap > 0
+    assert stats.num_preempted_swap + stats.num_preempted_recompute == stats.num_preemptions
 
 
 def test_what_ends_the_loop_is_told_to_the_recorder_first():

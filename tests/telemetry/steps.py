@@ -33,13 +33,14 @@ class Clock:
 
 
 def engine(recorder: Recorder | None = None, config: SchedulerConfig = CONFIG, clock: Clock | None = None) -> Engine:
-    executor = FakeExecutor(config.num_blocks, config.block_size)
+    executor = FakeExecutor(config.num_blocks, config.block_size, config.num_host_blocks)
     return Engine(Scheduler(config), executor, clock or Clock(), recorder=recorder)
 
 
-def request(name: str, num_prompt: int, max_tokens: int = 4, tenant: str = "") -> Request:
+def request(name: str, num_prompt: int, max_tokens: int = 4, tenant: str = "", first: int = 1) -> Request:
+    """Its prompt counts up from `first`: prompts with the same one share a prefix."""
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(name, tuple(range(1, num_prompt + 1)), sampling, tenant=tenant)
+    return Request(name, tuple(range(first, first + num_prompt)), sampling, tenant=tenant)
 
 
 def run(engine: Engine) -> None:

@@ -167,7 +167,7 @@ def test_the_engines_numbers():
     assert value(shown, "pellucid_blocks", tier="host", state="cached") == 9
     assert value(shown, "pellucid_preemptions_total", fate="swap") == 1
     assert value(shown, "pellucid_ledger_residue_seconds_total") == 0.5
-    assert value(shown, "vllm:num_requests_waiting", model_name="m", engine="0") == 6
+    assert value(shown, "vllm:num_requests_waiting", model_name="m", engine="0") == 5
     assert value(shown, "vllm:kv_cache_usage_perc", model_name="m", engine="0") == 0.6
     assert value(shown, "vllm:num_preemptions_total", model_name="m", engine="0") == 3
 

@@ -21,9 +21,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pellucid.cli.bench_view import seconds
 from pellucid.core.errors import PellucidError
 from pellucid.server.ops.document import Blocks, Hello, Percentiles, Tick
+from pellucid.workload.report import seconds
 
 _BARS = "▁▂▃▄▅▆▇█"
 _BEFORE_RETRY = 2.0

@@ -33,8 +33,8 @@ class StepSummary(NamedTuple):
     `started`: when deciding it began. `gap_seconds`: from the end of the step before to there, 0 where the engine had
     been idle. `seconds`: the executor's wall time, `phases` its parts. `predicted_*`: what the scheduler's cost model
     expected of it, before it learned from it. `num_prompt_tokens`: computed tokens that lie inside their request's
-    prompt, so a step that only decodes has 0. Counts of requests and blocks are those after the step; `num_preempted`
-    are those of this step.
+    prompt, so a step that only decodes has 0. Counts of requests and blocks are those after the step (`num_swapped` are
+    among the waiting); `num_preempted` are those of this step. `host_blocks` is None without a host tier.
     """
 
     step_id: int

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pellucid.core.errors import InvariantViolation
-from pellucid.core.events import Admitted, Event, Finished, Preempted, TokensGenerated
+from pellucid.core.events import Admitted, Event, Fate, Finished, Preempted, Resumed, TokensGenerated
 from pellucid.core.invariants import check
 from pellucid.core.request import Request
 from pellucid.core.scheduler import Scheduler
@@ -30,8 +30,9 @@ SECONDS_BETWEEN_REASONS = 0.5
 class EngineStats:
     """A snapshot of the engine, at most a moment old. Counters only grow; seconds are wall time.
 
-    `waiting_by_reason` are (ledger cause, requests), counted anew at most twice a second. `num_preemptions` is the sum
-    over both fates. Host blocks are all 0 without a host tier. `ledger_residue_seconds` is what the causes of finished
+    `waiting_by_reason` are (ledger cause, requests), counted anew at most twice a second; `num_swapped` of the waiting
+    are preempted ones whose blocks are kept on the host. `num_preemptions` is the sum over both fates. Host blocks are
+    all 0 without a host tier. `ledger_residue_seconds` is what the causes of finished
     requests missed of their time: a bug of ours if not 0.
     """
 
@@ -82,7 +83,8 @@ class Engine:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._generated_tokens = 0
-        self._num_preemptions = 0
+        self._num_preempted: dict[Fate, int] = {"swap": 0, "recompute": 0}
+        self._swapped: dict[str, None] = {}  # preempted requests that wait for their blocks on the host
         self._num_finished = 0
         self._checked_at = clock()
         self._viewer: Viewer | None = None  # while somebody watches
@@ -128,13 +130,14 @@ class Engine:
         decided = self.clock()
         result = self.executor.collect(self.executor.launch(plan))
         executed = self.clock()
-        events = self.scheduler.commit(result, executed)
-        self._recording.folded(planned, result, StepTimes(started, decided, executed, self.clock()), events)
+        events = self._count(self.scheduler.commit(result, executed))
+        times = StepTimes(started, decided, executed, self.clock())
+        self._recording.folded(planned, result, times, events, num_swapped=len(self._swapped))
         self._num_steps += 1
         self._step_seconds += result.seconds
         if self._viewer is not None and self._viewer.expired(executed):
             self._viewer = None
-        return self._count(events)
+        return events
 
     def look(self, *, tokens: bool = False) -> EngineView:
         """This moment, for whoever watches; see `engine/view.py`. `tokens`: with the first ones of prompts."""
@@ -169,22 +172,28 @@ class Engine:
             recorder.failed(f"{type(error).__name__}: {error}")
 
     def stats(self) -> EngineStats:
-        pool = self.scheduler.kv.pool
+        pool, host = self.scheduler.kv.pool, self.scheduler.kv.host
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=self.scheduler.num_waiting,
+            num_swapped=len(self._swapped),
             waiting_by_reason=self._waiting_by_reason(),
             blocks_free=pool.num_free,
             blocks_active=pool.num_active,
             blocks_cached=pool.num_cached,
             blocks_in_flight=pool.num_in_flight,
+            host_blocks_free=host.num_free,
+            host_blocks_active=host.num_active,
+            host_blocks_cached=host.num_cached,
+            host_blocks_in_flight=host.num_in_flight,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             generated_tokens=self._generated_tokens,
-            num_preemptions=self._num_preemptions,
-            num_preempted_recompute=self._num_preemptions,
+            num_preemptions=sum(self._num_preempted.values()),
+            num_preempted_swap=self._num_preempted["swap"],
+            num_preempted_recompute=self._num_preempted["recompute"],
             num_finished=self._num_finished,
             ledger_residue_seconds=self.scheduler.ledgers.residue_seconds,
         )
@@ -210,7 +219,12 @@ class Engine:
                     self._prompt_tokens += event.num_prompt
                     self._cached_tokens += event.num_cached
                 case Preempted():
-                    self._num_preemptions += 1
+                    self._num_preempted[event.fate] += 1
+                    if event.fate == "swap":
+                        self._swapped[event.request_id] = None
+                case Resumed():
+                    self._swapped.pop(event.request_id, None)
                 case Finished():
+                    self._swapped.pop(event.request_id, None)
                     self._num_finished += 1
         return events

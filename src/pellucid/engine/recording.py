@@ -74,7 +74,9 @@ class Recording:
         features = self._scheduler.in_flight[-1].features
         return Planned(plan, who, features, self._scheduler.cost.predict(features))
 
-    def folded(self, planned: Planned, result: StepResult, times: StepTimes, events: Iterable[Event]) -> None:
+    def folded(
+        self, planned: Planned, result: StepResult, times: StepTimes, events: Iterable[Event], *, num_swapped: int = 0
+    ) -> None:
         """The step was executed and folded in: make its record."""
         scheduler, (plan, who, features, prediction) = self._scheduler, planned
         summary = StepSummary(
@@ -91,9 +93,10 @@ class Recording:
             num_prompt_tokens=num_prompt_tokens(plan.chunks, who),
             num_waiting=scheduler.num_waiting,
             num_running=len(scheduler.running),
-            num_swapped=0,
+            num_swapped=num_swapped,
             num_preempted=sum(1 for event in events if isinstance(event, Preempted)),
             device_blocks=block_counts(scheduler.kv.pool),
+            host_blocks=block_counts(scheduler.kv.host) if scheduler.config.num_host_blocks else None,
         )
         self._ended = times.folded if scheduler.has_work else None
         self._batch.append(summary)

@@ -20,7 +20,7 @@ from pellucid.core.ledger_book import LedgerBook
 from pellucid.core.plan import StepPlan
 from pellucid.core.radix_tree import Node, RadixTree
 from pellucid.core.scheduler import Scheduler
-from pellucid.core.sequence import Sequence, Status
+from pellucid.core.sequence import Sequence
 from pellucid.core.service import CACHED_WEIGHT, OUTPUT_WEIGHT, PROMPT_WEIGHT, Account
 from pellucid.core.tenants import Tenant
 from pellucid.engine.lanes import Lane, Lanes
@@ -131,7 +131,7 @@ class Viewer:
         return EngineView(
             now=now,
             waiting=dict(sum(causes.values(), Counter())),
-            num_swapped=sum(sequence.status is Status.SWAPPED for sequence in waiting),
+            num_swapped=sum(bool(sequence.wanted) for sequence in waiting),
             pool=pool,
             branches=self._branches,
             lanes=self._lanes.view([*running, *islice(waiting, MOST_WAITING)], now, HEAD_TOKENS if tokens else 0),

@@ -93,7 +93,11 @@ WAITING = Metric(
     "Requests waiting to be admitted, by reason: the causes of the ledger; unspecified for those that came just now.",
     ("reason",),
 )
-SWAPPED = Metric("pellucid_swapped", "gauge", "Preempted requests whose blocks are in host memory.")
+SWAPPED = Metric(
+    "pellucid_swapped",
+    "gauge",
+    "Of the waiting requests those that were preempted and have their blocks in host memory.",
+)
 BLOCKS = Metric(
     "pellucid_blocks",
     "gauge",

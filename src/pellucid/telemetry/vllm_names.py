@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, str] = {
     "vllm:num_requests_running": "pellucid_running",
-    "vllm:num_requests_waiting": "sum(pellucid_waiting), and pellucid_swapped",
+    "vllm:num_requests_waiting": "sum(pellucid_waiting)",
     "vllm:kv_cache_usage_perc": "active and in_flight pellucid_blocks of the device, over all of it",
     "vllm:prompt_tokens_total": "pellucid_prompt_tokens_total",
     "vllm:generation_tokens_total": "pellucid_generated_tokens_total",
@@ -54,7 +54,7 @@ def families(metrics: ServerMetrics, snapshot: Mapping[str, Any], model: str) ->
     held = snapshot["blocks_active"] + snapshot["blocks_in_flight"]
     total = held + snapshot["blocks_free"] + snapshot["blocks_cached"]
     yield gauge("vllm:num_requests_running", snapshot["num_running"])
-    yield gauge("vllm:num_requests_waiting", snapshot["num_waiting"] + snapshot["num_swapped"])
+    yield gauge("vllm:num_requests_waiting", snapshot["num_waiting"])
     yield gauge("vllm:kv_cache_usage_perc", held / total if total else 0.0)
     yield counter("vllm:prompt_tokens_total", snapshot["prompt_tokens"])
     yield counter("vllm:generation_tokens_total", snapshot["generated_tokens"])

@@ -71,7 +71,9 @@ def test_libraries_stay_where_they_belong(path):
         assert "torch" not in tops, f"torch lives in {sorted(TORCH_ROOMS)}, not in {room}"
 
 
-@pytest.mark.parametrize("room", ["core", "engine", "sim", "workload", "planner", "text", "server", "cli", "build", "sizing"])
+@pytest.mark.parametrize(
+    "room", ["core", "engine", "sim", "workload", "planner", "text", "server", "cli", "build", "sizing"]
+)
 def test_importing_a_room_does_not_load_torch(room):
     code = f"""
 import importlib, pkgutil, sys

@@ -55,7 +55,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def documents_and_chats(doc_tokens: int) -> list[Request]:
-    chats = [request(f"chat{i}", 64, 900, 0.01 * i) for i in range(4)]
+    chats = [request(f"chat{i}", 64, 3000, 0.01 * i) for i in range(4)]
     shorts = [request(f"short{i}", 64, 16, 0.5 * i) for i in range(60)]
     documents = [request(f"doc{i}", doc_tokens, 4, 6.0 + 0.3 * i) for i in range(3)]
     return chats + shorts + documents

@@ -74,7 +74,9 @@ DEFAULT_PRIOR = CostPrior(
 _SPREAD_MEMORY = 0.05
 _OUTLIER = 3.0
 _START_SPREAD = 0.3
-_DRIFT = 0.003
+_FORGETTING = 0.96
+_MODEL_ERROR = 0.05
+_LEAST_DOUBT = 0.1
 
 
 class FittedCost:
@@ -82,8 +84,10 @@ class FittedCost:
 
     Coefficients are taken as independent (the covariance is kept diagonal): an update costs some ten multiplications
     instead of a matrix product, and a prior keeps apart what single steps cannot. Each coefficient's variance starts at
-    its own square and never falls below a drift of 0.3 % a step, which is the forgetting. A residual counts for at most
-    three standard deviations, so that one step that the host stole moves the table little. Coefficients stay >= 0, and
+    its own square, to which it is limited; dividing it by 0.96 at each use is the forgetting, which keeps about the last
+    25 steps that touched it in force. It is never sure of anything: coefficients keep a doubt of 10 %, and a step a
+    model error of 5 %, or a thousand quiet decodes would settle what a token of context costs in a long prompt. A residual counts for at most three standard deviations, so that one step that
+    the host stole moves the table little. Coefficients stay >= 0, and
     twice the tokens take at least as long and at most twice as long: so what is learnt of small steps reaches the knots
     of large ones that were not run for a while.
     """
@@ -114,7 +118,8 @@ class FittedCost:
     def observe(self, features: StepFeatures, seconds: float) -> None:
         """Learn that a step of these features took `seconds`."""
         predicted = self.predict(features).seconds
-        noise = self._relative_variance * max(predicted, seconds * 0.1) ** 2 + 1e-12
+        relative = max(self._relative_variance, _MODEL_ERROR**2)
+        noise = relative * max(predicted, seconds * 0.1) ** 2 + 1e-12
         inputs = self._inputs(features)
         theta, variance = self._theta, self._variance
         total = noise + sum(x * x * variance[i] for i, x in inputs)
@@ -123,8 +128,9 @@ class FittedCost:
         for i, x in inputs:
             gain = variance[i] * x / total
             theta[i] = max(0.0, theta[i] + gain * surprise)
-            drift = _DRIFT * theta[i]
-            variance[i] = variance[i] * (1.0 - gain * x) + drift * drift
+            square = theta[i] * theta[i]
+            left = variance[i] * (1.0 - gain * x) / _FORGETTING
+            variance[i] = min(max(left, _LEAST_DOUBT**2 * square), square)
         self._straighten(inputs[0][0])
         relative = surprise / max(predicted, 1e-9)
         self._relative_variance += _SPREAD_MEMORY * (min(relative * relative, 1.0) - self._relative_variance)

@@ -38,6 +38,7 @@ class Draft:
         self.chunks: dict[int, Chunk] = {}
         self.promised = 0  # blocks that running sequences will need up to their next token
         self.preempted = False  # somebody lost blocks in this step: nobody new is started
+        self.patient: frozenset[str] = frozenset()  # tenants that have no claim to be served first
         self.num_refused = 0  # waiting sequences that were tried in vain
         self._floor_left = PROMPT_FLOOR_TOKENS
         self.num_moved = 0  # blocks that are copied between tiers in this step
@@ -91,6 +92,10 @@ class Draft:
             return Bound(None, leave)
         base = self.predicted.seconds
         return Bound(base + share * max(self._target - base, PROMPT_FLOOR * base), leave)
+
+    def past(self, share: float) -> bool:
+        """Whether what is drafted takes `share` of the target, where one is set."""
+        return self._target is not None and self.predicted.seconds >= share * self._target
 
     def exhausted(self, bound: Bound) -> bool:
         """Whether no prompt token fits within `bound` any more, whoever's."""

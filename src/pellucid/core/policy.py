@@ -59,6 +59,15 @@ class Policy(Protocol):
         """Tenants whose next tokens come after the prompts of those who are owed."""
         ...
 
+    def capped(self, prompts: Iterable[Sequence]) -> tuple[frozenset[str], float]:
+        """Tenants whose next tokens get no more than a share of the step's time while others have prompts to be read
+        (`prompts` are those of running sequences), and that share."""
+        ...
+
+    def may_pass(self, sequence: Sequence, head: Sequence) -> bool:
+        """Whether `sequence` may start before `head`, which came first and does not fit, however often that happens."""
+        ...
+
     def window(self) -> Iterator[Sequence]:
         """The waiting sequences whose cached prefix is worth knowing (`num_matched`), as it bears on their order."""
         ...
@@ -125,6 +134,12 @@ class Fcfs:
     def deferred(self) -> frozenset[str]:
         return frozenset()
 
+    def capped(self, prompts: Iterable[Sequence]) -> tuple[frozenset[str], float]:
+        return frozenset(), 1.0
+
+    def may_pass(self, sequence: Sequence, head: Sequence) -> bool:
+        return False
+
     def window(self) -> Iterator[Sequence]:
         return islice(self, WINDOW)
 
@@ -167,6 +182,12 @@ class Priority:
 
     def deferred(self) -> frozenset[str]:
         return frozenset()
+
+    def capped(self, prompts: Iterable[Sequence]) -> tuple[frozenset[str], float]:
+        return frozenset(), 1.0
+
+    def may_pass(self, sequence: Sequence, head: Sequence) -> bool:
+        return False
 
     def window(self) -> Iterator[Sequence]:
         return islice(self, WINDOW)
@@ -254,6 +275,20 @@ class Fair:
 
     def deferred(self) -> frozenset[str]:
         return frozenset(self._book.ahead())
+
+    def capped(self, prompts: Iterable[Sequence]) -> tuple[frozenset[str], float]:
+        """Tenants above their entitlement of places, while one that is not has something to be read."""
+        book, slots = self._book, self._slots
+        reading = {*self._queues, *(sequence.request.tenant for sequence in prompts)}
+        below = {t for t in reading if book.account(t).num_running <= slots * book.entitlement(t)}
+        if not below:
+            return frozenset(), 1.0
+        active = [account.tenant for account in book.accounts() if account.num_running]
+        above = [t for t in active if book.account(t.name).num_running > slots * book.entitlement(t.name)]
+        return frozenset(t.name for t in above), sum(book.entitlement(t.name) for t in above)
+
+    def may_pass(self, sequence: Sequence, head: Sequence) -> bool:
+        return sequence.request.tenant != head.request.tenant
 
     def window(self) -> Iterator[Sequence]:
         for queue in self._queues.values():

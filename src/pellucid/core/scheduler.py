@@ -183,11 +183,12 @@ class Scheduler:
         self._expire(now)
         draft = Draft(self.config, self.cost)
         deferred = self._continue_decodes(draft, now)
+        whole = draft.bound()
         if len(self.waiting) or self._prompts(draft):
-            self._serve_prompts(draft, now)
+            self._serve_prompts(draft, whole, now)
             no_room = draft.preempted or draft.num_refused >= MAX_REFUSED
             self.ledgers.end_round(ledger.MEMORY if no_room else ledger.CAPACITY, self.waiting.deferred())
-        self._serve_deferred(deferred, draft, now)
+        self._serve_deferred(deferred, draft, whole, now)
         plan = self._seal(draft, now)
         if self._log is not None:
             self._log.schedule(now, plan)
@@ -203,29 +204,34 @@ class Scheduler:
     def _continue_decodes(self, draft: Draft, now: float) -> list[Sequence]:
         """One token to each running sequence that is one behind, before any prompt; returns those that may wait."""
         behind = self.waiting.deferred()
+        capped, share = self.waiting.capped(s for s in self.running.values() if s.num_due > 1)
+        draft.patient = behind | capped
+        decodes = [sequence for sequence in self.running.values() if sequence.num_due == 1]
+        if capped:  # who had to wait last time comes first
+            decodes.sort(key=lambda sequence: (sequence.request.tenant in capped, sequence.last_step))
         later = []
-        for sequence in list(self.running.values()):
-            if sequence.num_due != 1 or sequence.status is not Status.RUNNING:
-                continue  # further behind, or preempted for one before it
-            if sequence.request.tenant in behind:
+        for sequence in decodes:
+            if sequence.status is not Status.RUNNING:
+                continue  # preempted for one before it
+            tenant = sequence.request.tenant
+            if tenant in behind or (tenant in capped and draft.past(share)):
                 later.append(sequence)
             elif draft.budget_left > 0:
                 self._grant(sequence, 1, draft, now)
         return later
 
-    def _serve_deferred(self, deferred: list[Sequence], draft: Draft, now: float) -> None:
-        """What the others left, to sequences of tenants that are ahead; all of them where there are no others."""
-        bound = draft.bound() if draft.chunks else Bound(None, 0)
+    def _serve_deferred(self, deferred: list[Sequence], draft: Draft, whole: Bound, now: float) -> None:
+        """What the others left, to sequences that may wait."""
         for sequence in deferred:
-            if sequence.status is Status.RUNNING and draft.room(sequence, 1, bound):
+            if sequence.status is Status.RUNNING and draft.room(sequence, 1, whole):
                 self._grant(sequence, 1, draft, now)
 
-    def _serve_prompts(self, draft: Draft, now: float) -> None:
+    def _serve_prompts(self, draft: Draft, whole: Bound, now: float) -> None:
         """Share what the draft leaves among prompts: half to short ones first, then all in the policy's order."""
         draft.promised = sum(self._num_promised(sequence) for sequence in self.running.values())
         for sequence in self.waiting.window():
             sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
-        half, whole = draft.bound(SHORT_SHARE), draft.bound()
+        half = draft.bound(SHORT_SHARE)
         if half.seconds is not None:
             for sequence in self._short_prompts(draft):
                 if draft.exhausted(half):
@@ -250,8 +256,8 @@ class Scheduler:
         """Prompts with no more left than one step may compute, the shortest first."""
         left = [(sequence.num_due, sequence.id, sequence) for sequence in self._prompts(draft)]
         left += [(s.num_due - s.num_matched, s.id, s) for s in islice(self.waiting, WINDOW)]
-        behind = self.waiting.deferred()
-        return [s for n, _, s in sorted(left) if n <= self.config.token_budget and s.request.tenant not in behind]
+        limit, patient = self.config.token_budget, draft.patient
+        return [s for n, _, s in sorted(left) if n <= limit and s.request.tenant not in patient]
 
     def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""
@@ -279,12 +285,14 @@ class Scheduler:
             if victim is None:  # transfers under way hold what is missing
                 return
             draft.preempted = True
+            draft.num_preempted += 1
             self._preempt(victim, draft, now)
             if victim is sequence:
                 return
         draft.promised -= len(sequence.block_table) - num_before
         draft.num_moved = self.kv.num_moves
         draft.put(sequence, count)
+        sequence.last_step = self._next_step_id
         self._charge_prompt(sequence)
 
     def _charge_prompt(self, sequence: Sequence) -> None:
@@ -302,7 +310,8 @@ class Scheduler:
         """
         head = self._head
         passes = head is not None and head.id < sequence.id
-        if head is not None and passes and head.num_overtaken >= self._max_overtakes(head):
+        closed = head is not None and passes and head.num_overtaken >= self._max_overtakes(head)
+        if head is not None and closed and not self.waiting.may_pass(sequence, head):
             self.ledgers.waits(sequence, ledger.MEMORY)
             return False
         if self._at_tenant_limit(sequence):
@@ -320,7 +329,7 @@ class Scheduler:
                 full = len(self.running) >= self.config.max_running
                 self.ledgers.waits(sequence, ledger.CAPACITY if full else ledger.MEMORY)
                 draft.num_refused += 1
-                if not passes:
+                if not full and not passes:
                     self._head = sequence
                 return False
             draft.promised -= self._num_promised(victim)
@@ -408,7 +417,6 @@ class Scheduler:
         where that is predicted to be cheaper than to compute them again.
         """
         draft.withdraw(sequence)
-        draft.num_preempted += 1
         sequence.num_lost = sequence.num_computed
         fate: Fate = "recompute"
         if self.tiers.swap_pays(sequence.num_published):

@@ -58,6 +58,7 @@ class Sequence:
         "block_table",
         "epoch",
         "id",
+        "last_step",
         "ledger",
         "max_length",
         "node",
@@ -102,6 +103,7 @@ class Sequence:
         self.awaited: Claim | None = None  # the block that another request is computing for both
         self.num_waited_steps = 0  # steps spent waiting for another request's prefix
         self.num_preemptions = 0
+        self.last_step = -1  # in which something of it was computed
         self.num_lost = 0  # tokens that were computed when it was last preempted
         self.num_promoted = 0  # blocks that were copied back from the host for it
         self.wanted: list[Node] = []  # blocks that it will come back for after a preemption by swap

@@ -178,7 +178,7 @@ def test_the_worked_example_of_the_docs():
         assert table["A" + suffix] == pytest.approx([own[0], others[0], stalled, stolen, 1e3 * seconds])
         assert table["B" + suffix] == pytest.approx([own[1], others[1], stalled, stolen, 1e3 * seconds])
         assert table["C" + suffix] == pytest.approx([own[2], waits, 0.0, stolen, 1e3 * seconds])
-        assert shares.caused == pytest.approx([0.0, 0.0, shares.stalled])
+        assert shares.caused == pytest.approx({2: shares.stalled})
 
 
 def _cells(line: str) -> list[str]:
@@ -195,12 +195,12 @@ def test_a_step_is_shared_without_remainder(wall, spread, lengths):
     decodes = [decode for _, _, decode in lengths]
     chunks = [Chunk(i, start, start + (1 if d else n), True) for i, (start, n, d) in enumerate(lengths)]
     shares = share_step(Priced(spread), chunks, decodes, wall)
-    assert min(shares.decoding, shares.stalled, shares.stolen, *shares.own, *shares.caused) >= -1e-12
+    assert min(shares.decoding, shares.stalled, shares.stolen, *shares.own, *shares.caused.values()) >= -1e-12
     for own, decode in zip(shares.own, decodes):
         assert own <= (shares.decoding if decode else shares.decoding + shares.stalled) + 1e-12
     assert shares.decoding + shares.stalled + shares.stolen == pytest.approx(wall)
     if not all(decodes):
-        assert sum(shares.caused) == pytest.approx(shares.stalled)
+        assert sum(shares.caused.values()) == pytest.approx(shares.stalled)
 
 
 # -- particular lives ----------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class LedgerBook:
             chunk.start >= sequence.num_prompt and chunk.start >= sequence.ledger.mark for sequence, chunk, _ in chunks
         ]
         shares = share_step(self._cost, [chunk for _, chunk, _ in chunks], is_decode, wall, copied_bytes)
-        self._charge_occupants(chunks, is_decode, shares)
+        self._charge_occupants(chunks, shares)
         batched, stalled, stolen, gaps = shares.decoding, shares.stalled, shares.stolen, self._gaps
         for (sequence, chunk, counts), own, decodes in zip(chunks, shares.own, is_decode, strict=True):
             if not counts:
@@ -306,12 +306,13 @@ class LedgerBook:
 
     # -- who held up whom ------------------------------------------------------------------------------------------
 
-    def _charge_occupants(
-        self, chunks: Items[tuple[Sequence, Chunk, bool]], is_decode: list[bool], shares: StepShares
-    ) -> None:
-        self._last_caused, self._heavy = [], None
-        for (sequence, _, counts), seconds, decodes in zip(chunks, shares.caused, is_decode, strict=True):
-            if decodes or not counts:
+    def _charge_occupants(self, chunks: Items[tuple[Sequence, Chunk, bool]], shares: StepShares) -> None:
+        """Note for each prompt of the step what it took from everybody else."""
+        if self._last_caused or shares.caused:
+            self._last_caused, self._heavy = [], None
+        for index, seconds in shares.caused.items():
+            sequence, _, counts = chunks[index]
+            if not counts:
                 continue
             occupant = self._occupants.get(sequence.id)
             if occupant is None:

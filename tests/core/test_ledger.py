@@ -338,3 +338,34 @@ def test_floors_tell_what_a_cache_can_and_cannot_remove():
     decoding = 10 * report.floors.decode_per_token
     assert report.floors.with_cache == pytest.approx(0.010 + 1e-4 + 41e-6 + decoding)
     assert report.floors.without_cache == pytest.approx(0.020 + 41e-4 + (32 + 41) * 1e-6 + decoding)
+
+
+def test_blocks_on_their_way_between_tiers_have_causes_of_their_own():
+    """Told of a running sequence, of one that waits after a preemption, and of one that waits for its cached prefix."""
+    run = run_of(num_blocks=8, max_context=32, token_budget=16, max_running=3)
+    for i in range(3):
+        run.add(Request(f"r{i}", [10 * i + j for j in range(1, 8)], SamplingParams(max_tokens=12, ignore_eos=True)))
+    book = run.scheduler.ledgers
+    while not (waiting := [s for s in run.scheduler.sequences() if s.ledger.phase == "preempted"]):
+        run.step()
+    (victim,), (late, *_) = waiting, [s for s in run.scheduler.running.values() if s.id == 1]
+    run.tick()
+    book.transfer_begins(victim, run.now)
+    book.transfer_begins(late, run.now)
+    run.now += 0.5
+    book.transfer_ends(victim, run.now)
+    book.transfer_ends(late, run.now)
+    run.add(request("new", 5, arrival=run.now))
+    new = run.scheduler.sequences()[-1]
+    book.transfer_begins(new, run.now)
+    run.schedule()
+    run.commit()
+    book.transfer_ends(new, run.now)
+    run.finish()
+    assert book.residue_seconds == 0.0
+    for name in ("r0", "r1", "r2", "new"):
+        report = ledger_of(run, name)
+        assert sum(s for _, s in report.causes) == pytest.approx(report.e2e_seconds)
+    # No step was in flight: a gap is a gap even for who copies. During the step it was the copy that held it up.
+    assert dict(ledger_of(run, victim.request.id).causes).get(cause.PREEMPTED_SWAP, 0.0) == 0.0
+    assert dict(ledger_of(run, "new").causes).get(cause.PREFILL_PROMOTE, 0.0) > 0.0

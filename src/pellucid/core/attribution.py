@@ -29,11 +29,11 @@ class StepShares(NamedTuple):
     `batch` is `decoding - own`; for every other chunk `own + (what others took) + stolen` is.
 
     `own` runs parallel to the chunks. `decoding` is what all decodes together took, `stalled` what the other chunks
-    added, and `caused` (parallel to the chunks, 0 for decodes) is `stalled` by who caused it.
+    added, and `caused` is `stalled` by the index of the chunk that caused it.
     """
 
     own: list[float]
-    caused: list[float]
+    caused: dict[int, float]
     decoding: float
     stalled: float
     stolen: float
@@ -54,15 +54,16 @@ def share_step(
     if wall_seconds > total + max(_SPREADS * predicted.spread, _LEAST_SLACK * total):
         explained = total
     scale = explained / total if total > 0.0 else 0.0
-    decoding = min(cost.predict(decode_features).seconds, total) if longest else 0.0
     alone = _alone(cost, chunks, is_decode, longest)
-    own = [
-        min(seconds, decoding if decodes else total) * scale for seconds, decodes in zip(alone, is_decode, strict=True)
-    ]
+    if all(is_decode):
+        own = [min(seconds, total) * scale for seconds in alone]
+        return StepShares(own, {}, explained, 0.0, wall_seconds - explained)
+    decoding = min(cost.predict(decode_features).seconds, total) if longest else 0.0
+    own = [min(seconds, decoding if decodes else total) * scale for seconds, decodes in zip(alone, is_decode)]
     stalled = explained - decoding * scale
-    others = sum(seconds for seconds, decodes in zip(alone, is_decode, strict=True) if not decodes)
-    per_second = stalled / others if others > 0.0 else 0.0
-    caused = [0.0 if decodes else seconds * per_second for seconds, decodes in zip(alone, is_decode, strict=True)]
+    others = {index: alone[index] for index, decodes in enumerate(is_decode) if not decodes}
+    per_second = stalled / (sum(others.values()) or 1.0)
+    caused = {index: seconds * per_second for index, seconds in others.items()}
     return StepShares(own, caused, decoding * scale, stalled, wall_seconds - explained)
 
 

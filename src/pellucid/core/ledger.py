@@ -219,6 +219,7 @@ class Ledger:
         "served",
         "since",
         "tenant",
+        "transfers",
         "waits_for",
     )
 
@@ -234,6 +235,7 @@ class Ledger:
         self.waits_for: str | None = None
         self.behind: dict[str, float] = {}
         self.behind_ahead: dict[str, float] = {}
+        self.transfers = False  # its blocks are being copied between tiers, and it can do nothing before they are there
         self.served = False  # in a committed step since it was last admitted
         self.mark = 0
         self.first: float | None = None

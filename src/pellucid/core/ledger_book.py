@@ -127,7 +127,7 @@ class LedgerBook:
             chunk.start >= sequence.num_prompt and chunk.start >= sequence.ledger.mark for sequence, chunk, _ in chunks
         ]
         shares = share_step(self._cost, [chunk for _, chunk, _ in chunks], is_decode, wall, copied_bytes)
-        self._charge_occupants(chunks, is_decode, shares)
+        self._charge_occupants(chunks, shares)
         batched, stalled, stolen, gaps = shares.decoding, shares.stalled, shares.stolen, self._gaps
         for (sequence, chunk, counts), own, decodes in zip(chunks, shares.own, is_decode, strict=True):
             if not counts:
@@ -161,17 +161,26 @@ class LedgerBook:
             ledger.enter("preempted", now)
         ledger.waits_for = cause.PREEMPTED_WAIT
 
+    def transfer_begins(self, sequence: Sequence, now: float) -> None:
+        """From now on `sequence`, waiting or running, can do nothing until its blocks are copied. That is
+        `preempted.swap` after a preemption, and `prefill.promote` otherwise."""
+        self._advance(now)
+        self._settle(sequence)
+        sequence.ledger.transfers = True
+
+    def transfer_ends(self, sequence: Sequence, now: float) -> None:
+        """They are there."""
+        self._advance(now)
+        self._settle(sequence)
+        sequence.ledger.transfers = False
+        if sequence.ledger.waits_for is None:
+            self._fall_behind(sequence.ledger)
+
     def finish(self, sequence: Sequence, now: float) -> LedgerReport:
         """Close the ledger of a sequence that ends, running or waiting."""
         self._advance(now)
         ledger = sequence.ledger
-        if sequence.status is Status.RUNNING:
-            self._charge_running(ledger)
-        elif ledger in self._new:
-            self._new.remove(ledger)
-            self._charge_wait(ledger, cause.STEP_IN_FLIGHT)
-        else:
-            self._settle_wait(ledger)
+        self._settle(sequence)
         self._retire(sequence)
         ledger.enter(ledger.phase, now)
         report = LedgerReport(
@@ -242,6 +251,18 @@ class LedgerBook:
 
     # -- charging --------------------------------------------------------------------------------------------------
 
+    def _settle(self, sequence: Sequence) -> None:
+        """Charge a sequence up to now, whatever it is doing."""
+        ledger = sequence.ledger
+        if sequence.status is Status.RUNNING:
+            self._charge_running(ledger)
+        elif ledger in self._new:
+            self._new.remove(ledger)
+            self._charge_wait(ledger, cause.STEP_IN_FLIGHT)
+            self._fall_behind(ledger)
+        else:
+            self._settle_wait(ledger)
+
     def _charge_wait(self, ledger: Ledger, why: str) -> None:
         """Charge a waiting request up to now: gaps to the engine, the rest to `why`."""
         elapsed, gap = self._now - ledger.since, self._gaps - ledger.gaps
@@ -253,6 +274,9 @@ class LedgerBook:
 
     def _settle_wait(self, ledger: Ledger) -> None:
         """Charge a waiting request up to now for the reason it was given, or for those of the rounds it sat through."""
+        if ledger.transfers:
+            self._charge_wait(ledger, _transfer_cause(ledger))
+            return
         if ledger.waits_for is not None:
             self._charge_wait(ledger, ledger.waits_for)
             return
@@ -306,12 +330,13 @@ class LedgerBook:
 
     # -- who held up whom ------------------------------------------------------------------------------------------
 
-    def _charge_occupants(
-        self, chunks: Items[tuple[Sequence, Chunk, bool]], is_decode: list[bool], shares: StepShares
-    ) -> None:
-        self._last_caused, self._heavy = [], None
-        for (sequence, _, counts), seconds, decodes in zip(chunks, shares.caused, is_decode, strict=True):
-            if decodes or not counts:
+    def _charge_occupants(self, chunks: Items[tuple[Sequence, Chunk, bool]], shares: StepShares) -> None:
+        """Note for each prompt of the step what it took from everybody else."""
+        if self._last_caused or shares.caused:
+            self._last_caused, self._heavy = [], None
+        for index, seconds in shares.caused.items():
+            sequence, _, counts = chunks[index]
+            if not counts:
                 continue
             occupant = self._occupants.get(sequence.id)
             if occupant is None:
@@ -389,11 +414,17 @@ def _occupant(sequence: Sequence) -> Occupant:
 
 def _idle_cause(ledger: Ledger) -> str:
     """What a running sequence waits for while it is in no step: a decode only while others are owed service first."""
+    if ledger.transfers:
+        return _transfer_cause(ledger)
     if ledger.phase == "preempted":
         return cause.PREEMPTED_WAIT
     if not ledger.served:
         return ledger.waits_for or cause.CAPACITY
     return cause.PREFILL_WAIT if ledger.first is None else cause.FAIRNESS
+
+
+def _transfer_cause(ledger: Ledger) -> str:
+    return cause.PREEMPTED_SWAP if ledger.phase == "preempted" else cause.PREFILL_PROMOTE
 
 
 def _charge_step(ledger: Ledger, chunk: Chunk, own: float, shares: StepShares, *, decodes: bool) -> None:

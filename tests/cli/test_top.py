@@ -14,10 +14,8 @@ from typer.testing import CliRunner
 
 from pellucid.cli.app import build_app
 from pellucid.cli.top import Lost, line, watch
-from pellucid.engine.client import EngineStats
 from pellucid.server.ops.document import Percentiles, Rates, Tick
 
-STATS = EngineStats(blocks_free=2, blocks_active=3, blocks_cached=1)
 TICK = Tick(
     at=2.0,
     state="ready",
@@ -29,7 +27,7 @@ TICK = Tick(
     ttft=Percentiles(40, 0.12, 0.3, 1.5),
     itl=Percentiles(0),
     steps=SUBJECT.steps([DECODE, MIXED]),
-    inside=SUBJECT.inside(BUSY, STATS),
+    inside=SUBJECT.inside(BUSY),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from tests.core.fakes import FakeExecutor
@@ -16,7 +17,8 @@ from pellucid.core.request import Request, SamplingParams
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine import view
 from pellucid.engine.engine import Engine
-from pellucid.engine.view import HELD, IN_FLIGHT, IN_TREE, MOST_LANES, MOST_WAITING, SHARED, EngineView
+from pellucid.engine.memory_view import HELD, IN_FLIGHT, IN_TREE, MOST_BRANCHES, SHARED, TreeWalk, read_pool
+from pellucid.engine.view import MOST_LANES, MOST_WAITING, EngineView
 
 CONFIG = SchedulerConfig(num_blocks=64, block_size=4, max_context=128, max_running=8, token_budget=32)
 
@@ -70,7 +72,8 @@ def check_pool(seen: EngineView, engine: Engine) -> None:
         assert state_of(flags) is pool.state(block)
         assert bool(flags & SHARED) == (pool.refs[block] > 1)
         assert bool(flags & IN_TREE) == pool.in_tree(block)
-        assert (names[owner - 1] in holders[block]) if block in holders else owner == 0
+        if block in holders:
+            assert names[owner - 1] in holders[block]
 
 
 def check_lanes(seen: EngineView) -> None:
@@ -125,13 +128,35 @@ def test_a_lane_is_its_ledger_however_often_it_was_looked_at():
         assert lane.status == "length"
 
 
+def test_the_host_tier_and_whose_blocks_are_cached_are_seen():
+    """A pool that is too small for what is asked twice, beside a host tier that keeps it."""
+    config = replace(CONFIG, num_blocks=24, num_host_blocks=64, bytes_per_block=1, preemption="swap")
+    executor = FakeExecutor(24, 4, num_host_blocks=64)
+    engine = Engine(Scheduler(config), executor, Clock())
+    seen_host: set[BlockState] = set()
+    for turn in range(2):
+        for i, tenant in enumerate("abab"):
+            ask(engine, f"{turn}{i}", [i + 1] * 40, tenant=tenant, max_tokens=20)
+        while engine.has_work:
+            engine.step()
+            seen = engine.look()
+            check_pool(seen, engine)
+            assert seen.host is not None
+            host = engine.scheduler.kv.host
+            assert [state_of(flags) for flags in seen.host.flags] == [host.state(i) for i in range(64)]
+            seen_host |= {state_of(flags) for flags in seen.host.flags}
+    assert {BlockState.FREE, BlockState.CACHED} <= seen_host
+    assert [tenant.tenant.name for tenant in seen.tenants] == ["a", "b"]
+    assert {owner for owner, flags in zip(seen.host.owners, seen.host.flags) if flags & IN_TREE} == {1, 2}
+
+
 def test_in_flight_blocks_are_seen():
     pool = BlockPool(300)
     block, other = pool.allocate(2)
     pool.begin_transfer(block)
     for _ in range(300):  # more holders than a byte counts
         pool.ref(other)
-    flags = view.read_pool(pool, [], {}).flags
+    flags = read_pool(pool, bytes(300)).flags
     assert flags[block] == HELD | IN_FLIGHT
     assert flags[other] == HELD | SHARED
     assert Counter(flags)[0] == 298
@@ -169,13 +194,13 @@ def test_branches_of_a_busy_tree_add_up():
     while engine.has_work:
         engine.step()
     tree = engine.scheduler.kv.tree
-    branches, _ = view.heaviest_branches(tree, {})
+    branches = TreeWalk(tree, 64, 0, {}).heaviest()
     roots = [child for root in tree.roots().values() for child in root.children.values()]
     heaviest = max(map(weight, roots))
     assert branches[0].num_below == heaviest
     assert all(branch.parent < i for i, branch in enumerate(branches))
     assert [branch.num_below for branch in branches] == sorted((b.num_below for b in branches), reverse=True)
-    assert len(branches) <= view.MOST_BRANCHES
+    assert len(branches) <= MOST_BRANCHES
 
 
 def test_a_view_is_bounded_however_many_wait():

@@ -13,9 +13,10 @@ from pellucid.core.request import Request
 from pellucid.core.step_record import StepRecord
 from pellucid.core.tenants import Tenant
 from pellucid.engine.client import EngineState, EngineStats, StepListener, StreamEvent
-from pellucid.engine.view import EngineView, PoolView
+from pellucid.engine.memory_view import PoolView
+from pellucid.engine.view import EngineView
 
-QUIET = EngineView(0.0, {}, 0, PoolView(b"\0" * 64, b"\0" * 64), (), (), ())
+QUIET = EngineView(0.0, {}, 0, PoolView(b"\0" * 64, b"\0" * 64, 64, 0, 0, 0), None, (), (), ())
 Say = Callable[[Request], list[tuple[int, ...]]]
 
 

@@ -23,7 +23,8 @@ from pellucid.core.step_record import BlockCounts, StepSummary
 from pellucid.core.tenants import Tenant
 from pellucid.engine.client import EngineStats
 from pellucid.engine.lanes import Lane, Span
-from pellucid.engine.view import Branch, EngineView, PoolView, TenantView
+from pellucid.engine.memory_view import Branch, PoolView
+from pellucid.engine.view import EngineView, TenantView
 from pellucid.server.ops.document import MOST_CELLS, MOST_POINTS, Hello, Subject, Tick, rates
 from pellucid.server.ops.live import MOST_BEHIND, LiveFeed
 from pellucid.telemetry.machine_use import MachineLimits, MachineUse, StepWork
@@ -37,7 +38,8 @@ BUSY = EngineView(
     now=50.0,
     waiting={"queue": 2},
     num_swapped=1,
-    pool=PoolView(bytes([1, 3, 7, 2, 0, 0]), bytes([1, 1, 2, 0, 0, 0])),
+    pool=PoolView(bytes([1, 3, 7, 2, 0, 0]), bytes([1, 1, 2, 0, 0, 0]), 2, 3, 1, 0),
+    host=PoolView(bytes([2, 0]), bytes([1, 0]), 1, 0, 1, 0),
     branches=(Branch(-1, 0, 2, 4, 3, 1, (5, 6)),),
     lanes=(Lane("cmpl-1", "a", "running", 49.0, 10, 4, 3, 0, (SPAN,), (5, 6)),),
     tenants=(TenantView(Tenant("a", weight=2.0, max_running=3), 1, {"queue": 2}, 2, 99.0, 12.0),),
@@ -128,7 +130,9 @@ def test_the_page_names_only_its_own_files_and_every_script_finds_what_it_import
         for names, module in re.findall(r'import \{([^}]*)\} from "\./([^"]+)"', text):
             exported = (PAGE / module).read_text()
             for name in (part.split(" as ")[0].strip() for part in names.split(",")):
-                assert re.search(rf"export (async )?(function\*?|const) {name}\b", exported), f"{path.name}: {name}"
+                assert re.search(rf"export (async )?(function\*?|const|class) {name}\b", exported), (
+                    f"{path.name}: {name}"
+                )
 
 
 async def test_it_can_be_turned_off(make_app: MakeApp) -> None:
@@ -179,6 +183,9 @@ async def test_a_tick_says_what_the_engine_looks_like(engine: FakeEngine) -> Non
     assert (inside.waiting, inside.swapped) == ({"queue": 2}, 1)
     assert b64decode(inside.blocks.flags) == BUSY.pool.flags
     assert b64decode(inside.blocks.owners) == BUSY.pool.owners
+    assert (inside.blocks.free, inside.blocks.active, inside.blocks.cached) == (2, 3, 1)
+    assert inside.host is not None
+    assert (inside.host.total, inside.host.cached) == (2, 1)
     (lane,) = inside.lanes
     assert (lane.id, lane.arrival, lane.text) == ("cmpl-1", -1.0, "")
     assert lane.spans == [(-1.0, 0.0, [("prefill", 0.25), ("decode", 0.75)])]
@@ -286,7 +293,7 @@ def test_rates_are_differences() -> None:
 @pytest.mark.parametrize("num_blocks", [MOST_CELLS, MOST_CELLS + 1, 100_003])
 def test_a_large_pool_is_drawn_in_groups(num_blocks: int) -> None:
     flags = bytes([1, 1, 3] * num_blocks)[:num_blocks]
-    inside = SUBJECT.inside(BUSY._replace(pool=PoolView(flags, bytes(num_blocks))), EngineStats())
+    inside = SUBJECT.inside(BUSY._replace(pool=PoolView(flags, bytes(num_blocks), 0, num_blocks, 0, 0)))
     cells = b64decode(inside.blocks.flags)
     assert (inside.blocks.total, len(cells)) == (num_blocks, -(-num_blocks // inside.blocks.per_cell))
     assert num_blocks / 2 / MOST_CELLS < len(cells) / MOST_CELLS * inside.blocks.per_cell

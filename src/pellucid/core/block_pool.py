@@ -67,6 +67,14 @@ class BlockPool:
         """Whether the prefix tree holds `block`, whoever else does."""
         return self._in_tree[block]
 
+    def all_in_tree(self) -> bytes:
+        """`in_tree` of every block, a byte each; for those who look at thousands at once."""
+        return bytes(self._in_tree)
+
+    def all_in_flight(self) -> bytes:
+        """Whether something moves a block, of every block, a byte each."""
+        return bytes(map(bool, self._transfers))
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, each with one reference. The caller has checked `num_free`."""
         if count > len(self._free):

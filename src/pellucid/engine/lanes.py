@@ -119,7 +119,7 @@ class Lanes:
         return Lane(
             sequence.request.id,
             reader.tenant,
-            sequence.status.value,
+            "swapped" if sequence.wanted else sequence.status.value,
             reader.arrival,
             sequence.num_prompt,
             sequence.num_cached,

@@ -18,7 +18,8 @@ from pellucid.core.config import SchedulerConfig
 from pellucid.core.step_record import StepSummary
 from pellucid.engine.client import EngineState, EngineStats
 from pellucid.engine.lanes import Lane
-from pellucid.engine.view import Branch, EngineView, PoolView, TenantView
+from pellucid.engine.memory_view import Branch, PoolView
+from pellucid.engine.view import EngineView, TenantView
 from pellucid.telemetry.machine_use import MachineUse
 from pellucid.telemetry.recent import RecentValues
 
@@ -99,9 +100,9 @@ class Steps(msgspec.Struct):
 
 
 class Blocks(msgspec.Struct):
-    """The pool. `flags` and `owners` are base64 of a byte a cell; a cell stands for `per_cell` blocks and shows what
+    """A pool. `flags` and `owners` are base64 of a byte a cell; a cell stands for `per_cell` blocks and shows what
     most of them are. Flags: 1 held, 2 in the prefix tree, 4 held by several requests, 8 being copied; 0 is free. An
-    owner is 1 + an index in the tick's `tenants`, 0 where no running request holds the block."""
+    owner is 1 + an index in the tick's `tenants`: who holds the block or computed it; 0 where nobody did."""
 
     total: int
     free: int
@@ -160,11 +161,12 @@ class TenantRow(msgspec.Struct):
 
 
 class Inside(msgspec.Struct, kw_only=True):
-    """What was seen of the engine's inside."""
+    """What was seen of the engine's inside. `host` is the second tier, None without one."""
 
     waiting: dict[str, int]
     swapped: int
     blocks: Blocks
+    host: Blocks | None
     branches: list[BranchRow]
     lanes: list[LaneRow]
     tenants: list[TenantRow]
@@ -216,12 +218,13 @@ class Subject:
             advice=ADVICE if limits is None else "",
         )
 
-    def inside(self, view: EngineView, stats: EngineStats) -> Inside:
+    def inside(self, view: EngineView) -> Inside:
         """What a look tells."""
         return Inside(
             waiting=view.waiting,
             swapped=view.num_swapped,
-            blocks=_blocks(view.pool, stats),
+            blocks=_blocks(view.pool),
+            host=None if view.host is None else _blocks(view.host),
             branches=[self._branch(branch) for branch in view.branches],
             lanes=[self._lane(lane, view.now) for lane in view.lanes],
             tenants=[_tenant(tenant) for tenant in view.tenants],
@@ -306,17 +309,17 @@ def rates(before: EngineStats, after: EngineStats, seconds: float) -> Rates:
     )
 
 
-def _blocks(pool: PoolView, stats: EngineStats) -> Blocks:
+def _blocks(pool: PoolView) -> Blocks:
     per_cell = -(-len(pool.flags) // MOST_CELLS) or 1
     flags, owners = pool.flags, pool.owners
     if per_cell > 1:
         flags, owners = _cells(flags, per_cell), _cells(owners, per_cell)
     return Blocks(
         len(pool.flags),
-        stats.blocks_free,
-        stats.blocks_active,
-        stats.blocks_cached,
-        stats.blocks_in_flight,
+        pool.num_free,
+        pool.num_active,
+        pool.num_cached,
+        pool.num_in_flight,
         per_cell,
         b64encode(flags).decode(),
         b64encode(owners).decode(),

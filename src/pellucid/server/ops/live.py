@@ -111,7 +111,7 @@ class _Ticks:
             ttft=percentiles(self._recent.ttft, now),
             itl=percentiles(self._recent.itl, now),
             steps=self._subject.steps(list(self._steps)),
-            inside=None if view is None else self._subject.inside(view, stats),
+            inside=None if view is None else self._subject.inside(view),
         )
         self._steps.clear()
         self._before, self._before_at = stats, now

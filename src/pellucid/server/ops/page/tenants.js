@@ -2,7 +2,7 @@
 
 import { waitWords } from "./causes.js";
 import { byId, colours, count, element, percent } from "./draw.js";
-import { tenantColour } from "./memory.js";
+import { tenantColour } from "./grid.js";
 
 const MOST = 60; // ticks
 const history = []; // what each tenant had received, by name

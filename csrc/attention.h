@@ -12,7 +12,6 @@
 namespace pellucid {
 namespace {
 
-constexpr float kLog2E = 1.44269504f;
 constexpr float kMasked = -1e30f;  // finite: infinity minus infinity would appear in the exponential
 
 // Where one query stands: which row of the batch, which head, and how many tokens it sees.

@@ -42,10 +42,10 @@ void attend(const AttentionArgs& a, const AttentionItem& item, const AttentionIt
 
 #if defined(__AMX_TILE__)
 constexpr bool kHasTiles = true;
-static_assert(sizeof(ChunkScratch) <= (size_t{4} << 20) && sizeof(DecodeScratch) <= sizeof(ChunkScratch));
+static_assert(sizeof(ChunkScratch) <= (size_t{8} << 20) && sizeof(DecodeScratch) <= sizeof(ChunkScratch));
 #else
 constexpr bool kHasTiles = false;
-static_assert(sizeof(VectorScratch) <= (size_t{4} << 20));
+static_assert(sizeof(VectorScratch) <= (size_t{8} << 20));
 #endif
 
 constexpr Kernels kTable = {PELLUCID_QUOTE(PELLUCID_LEVEL), kHasTiles, prepare,  matmul,  rope, attend, merge,

@@ -198,11 +198,23 @@ void write_value(const RopeArgs& a, const float* value, int64_t slot, int64_t he
     to[(i / 16 * 8 + token / 2) * 32 + i % 16 * 2 + token % 2] = float_to_bf16(value[i]);
 }
 
+// Asks for the lines that a row's keys and values go to, one per pair of dimensions: the writes would wait for each.
+void prefetch_slot(const RopeArgs& a, int64_t slot) {
+  const int64_t block = slot / a.block_size, offset = slot % a.block_size, token = offset % kTokens;
+  for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+    const int64_t at = ((block * a.num_kv_heads + head) * a.block_size + offset - token) * a.head_dim;
+    for (int64_t pair = 0; pair < a.head_dim / 2; ++pair) __builtin_prefetch(a.key_cache + at + pair * kTokens * 2, 1, 3);
+    for (int64_t d = 0; d < a.head_dim / 16; ++d)
+      __builtin_prefetch(a.value_cache + at + (d * 8 + token / 2) * 32, 1, 3);
+  }
+}
+
 void rope(const RopeArgs& a, Range rows) {
   constexpr int64_t kMaxHead = 512;
   float head[kMaxHead];
   const int64_t half = a.head_dim / 2;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
+    if (row + 1 < rows.end) prefetch_slot(a, a.slots[row + 1]);
     const float* x = a.qkv + row * a.ld;
     const float* cosines = a.cos_table + a.positions[row] * half;
     const float* sines = a.sin_table + a.positions[row] * half;

@@ -33,7 +33,7 @@ struct Team {
 
 class ThreadPool {
  public:
-  static constexpr size_t kScratchBytes = size_t{4} << 20;
+  static constexpr size_t kScratchBytes = size_t{8} << 20;
 
   // `cores[i]` is the core of rank i; the caller is put on cores[0] only for jobs that ask for it.
   ThreadPool(std::vector<int> cores, double spin_seconds);

@@ -31,7 +31,7 @@ WeightFormat = Literal["bf16", "int8", "q8", "q4"]
 
 BLOCK_COLUMNS = 16  # columns of a packed block: parts of a fused weight begin on one
 TOKENS_PER_TILE = 16
-# Scratch of a thread holds 32 unpacked columns in bfloat16, or a row in float32.
+# Scratch of a thread holds 64 unpacked columns in bfloat16, or a row in float32.
 MAX_INPUTS = 65536
 MAX_HEAD_DIM = 256
 

@@ -84,12 +84,12 @@ class FittedCost:
 
     Coefficients are taken as independent (the covariance is kept diagonal): an update costs some ten multiplications
     instead of a matrix product, and a prior keeps apart what single steps cannot. Each coefficient's variance starts at
-    its own square, to which it is limited; dividing it by 0.96 at each use is the forgetting, which keeps about the last
-    25 steps that touched it in force. It is never sure of anything: coefficients keep a doubt of 10 %, and a step a
-    model error of 5 %, or a thousand quiet decodes would settle what a token of context costs in a long prompt. A residual counts for at most three standard deviations, so that one step that
-    the host stole moves the table little. Coefficients stay >= 0, and
-    twice the tokens take at least as long and at most twice as long: so what is learnt of small steps reaches the knots
-    of large ones that were not run for a while.
+    its own square, to which it is limited; dividing it by 0.96 at each use is the forgetting, which keeps about the
+    last 25 steps that touched it in force. It is never sure of anything: coefficients keep a doubt of 10 %, and a step
+    a model error of 5 %, or a thousand quiet decodes would settle what a token of context costs in a long prompt. A
+    residual counts for at most three standard deviations, so that one step that the host stole moves the table little.
+    Coefficients stay >= 0, and twice the tokens take at least as long and at most twice as long: so what is learnt of
+    small steps reaches the knots of large ones that were not run for a while.
     """
 
     def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:

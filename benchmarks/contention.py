@@ -215,7 +215,7 @@ async def _texts(url: str, items: list[LoadItem]) -> tuple[list[RequestRecord], 
 
 def _metric(url: str, name: str) -> float:
     lines = httpx.get(url + "/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{") or line.startswith(name + " "))
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((name + "{", name + " ")))
 
 
 # -- 4. tenants with prefixes --------------------------------------------------------------------------------

@@ -291,7 +291,9 @@ def test_preemption_has_its_parts_and_counts_what_is_computed_again():
     assert causes[cause.PREEMPTED_WAIT] > 0.0
     assert causes[cause.PREEMPTED_RECOMPUTE] > 0.0
     assert report.tokens.recomputed > 0
-    assert "preempted" in [phase.name for phase in report.phases]
+    names = [phase.name for phase in report.phases]
+    assert names[:4] == ["queue", "prefill", "decode", "preempted"]
+    assert names[-1] == "decode", "it has caught up"
 
 
 def test_a_stopped_engine_is_a_gap_even_in_the_middle_of_a_step():

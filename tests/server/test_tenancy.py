@@ -305,7 +305,8 @@ async def test_a_deadline_comes_from_the_body_or_the_header(client: httpx.AsyncC
     ):
         assert (await client.post("/v1/completions", json=ASKED | fields, headers=headers)).status_code == 200
         request = engine.requests[-1]
-        assert request.deadline == pytest.approx(request.arrival + 1.5)
+        assert request.deadline is not None
+        assert before + 1.5 <= request.deadline <= request.arrival + 1.5, "it counts from when the body was there"
         assert before <= request.arrival <= time.monotonic(), "not on the engine's clock"
     await client.post("/v1/completions", json=ASKED)
     assert engine.requests[-1].deadline is None

@@ -93,24 +93,21 @@ function trace(context, values, x, y, colour, height, dash) {
   context.strokeStyle = context.fillStyle = colour;
   context.lineWidth = 1.5;
   context.setLineDash(dash);
-  context.beginPath();
-  let first = null, last = null;
-  values.forEach((value, i) => {
-    if (value == null) return;
-    const at = x(i, values.length);
-    if (first === null) context.moveTo(at, y(value));
-    else context.lineTo(at, y(value));
-    first ??= at;
-    last = at;
-  });
-  if (first === null) return;
-  context.stroke();
+  for (let start = 0, end = 0; start < values.length; start = end + 1) { // each run of known values by itself
+    end = values.indexOf(null, start);
+    if (end < 0) end = values.length;
+    if (end === start) continue;
+    context.beginPath();
+    for (let i = start; i < end; i++) context.lineTo(x(i, values.length), y(values[i]));
+    if (end === start + 1) context.lineTo(x(start, values.length) + 1, y(values[start]));
+    context.stroke();
+    if (dash.length) continue;
+    context.lineTo(x(end - 1, values.length), height);
+    context.lineTo(x(start, values.length), height);
+    context.globalAlpha = 0.13;
+    context.fill();
+    context.globalAlpha = 1;
+  }
   context.setLineDash([]);
   context.lineWidth = 1;
-  if (dash.length) return;
-  context.lineTo(last, height);
-  context.lineTo(first, height);
-  context.globalAlpha = 0.13;
-  context.fill();
-  context.globalAlpha = 1;
 }

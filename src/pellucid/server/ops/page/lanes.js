@@ -10,6 +10,7 @@ const GROUPS = ["running", "waiting", "ended"];
 const OPEN = { running: "running", swapped: "waiting", waiting: "waiting" };
 const rows = new Map(); // request id -> {row, lane}
 let lanes = []; // in the order shown
+let numWaiting = 0; // of whom only the first have lanes
 let active = null; // the id that the arrow keys stand on
 let mine = ""; // the id of the playground's own request
 
@@ -53,11 +54,12 @@ export function show(tick) {
   const ended = (lane) => (groupOf(lane) === 2 ? -lane.spans.at(-1)[1] : 0);
   lanes = tick.inside.lanes.map((lane, i) => ({ ...lane, group: groupOf(lane), place: [groupOf(lane), ended(lane), i] }))
     .sort((a, b) => a.place[0] - b.place[0] || a.place[1] - b.place[1] || a.place[2] - b.place[2]);
-  draw(tick);
+  numWaiting = Object.values(tick.inside.waiting).reduce((sum, number) => sum + number, 0);
+  draw();
   explainAgain(lanes);
 }
 
-function draw(tick = null) {
+function draw() {
   const span = windowSeconds();
   const shown = lanes.filter((lane) => lane.spans.at(-1)[1] > -span);
   byId("no-lanes").hidden = shown.length > 0;
@@ -73,7 +75,7 @@ function draw(tick = null) {
     const members = shown.filter((lane) => lane.group === index);
     const group = byId(`group-${name}`);
     group.hidden = !members.length;
-    const all = { running: tick?.running, waiting: tick?.waiting }[name] ?? members.length;
+    const all = name === "waiting" ? numWaiting : members.length;
     say(group.firstChild, members.length < all ? `${name}: ${count(all)}, the next ${members.length} shown`
       : `${name}: ${members.length}`);
     members.forEach((lane, i) => {

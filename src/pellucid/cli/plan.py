@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
 
 from pellucid.cli import plan_view
+from pellucid.cli.options import flag, flag_options
 from pellucid.core.errors import ConfigError, ModelError
 from pellucid.models.sources import resolve
 from pellucid.planner.compare import compare, paradox
@@ -36,6 +37,140 @@ THIS_MACHINE = "this-machine"
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFlags:
+    """Which model, and how it is held."""
+
+    params: str | None = flag(None, "Instead of MODEL: only how many parameters (70e9, 70B).", metavar="N")
+    dtype: str | None = flag(None, "Store the weights as bf16, fp8, int8, int4, q4_k, ...")
+    kv_dtype: str | None = flag(None, "Keep the KV cache as bf16, fp8, int8, ...")
+
+    def shape(self, model: str | None) -> ModelShape:
+        """The shape of `model`, or of so many parameters. Raises ModelError and ConfigError."""
+        if self.params is not None:
+            shape = bare_shape(parsed("--params", self.params, parse_count))
+        elif model is None:
+            raise ConfigError("no model: pass MODEL (--list prints the names shipped) or --params N")
+        else:
+            shape = load_shape(model)
+        shape = shape if self.dtype is None else shape.stored_as(self.dtype)
+        return shape if self.kv_dtype is None else shape.cached_as(self.kv_dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareFlags:
+    """On what."""
+
+    hardware: str | None = flag(None, "A name (see --list), a .toml file, or this-machine (see `pellucid measure`).")
+    bandwidth: str | None = flag(None, "Memory bandwidth: 2TB/s.", metavar="RATE")
+    flops: str | None = flag(None, "Dense rate of the model's format: 989TF.", metavar="RATE")
+    memory: str | None = flag(None, "Memory of one device: 80GB.", metavar="BYTES")
+    link: str | None = flag(None, "Link to peers and to host memory, one way: 50GB/s.", metavar="RATE")
+
+    def devices(self, names: list[str]) -> list[Device]:
+        """The devices called `names`, or the one that the flags choose, with the given figures."""
+        given = Overrides(
+            flops=optional("--flops", self.flops, parse_flops),
+            bandwidth=optional("--bandwidth", self.bandwidth, parse_rate),
+            memory=optional("--memory", self.memory, parse_bytes),
+            link=optional("--link", self.link, parse_rate),
+        )
+        return [_device(name).override(given) for name in names] or [choose_device(self.hardware, given)]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFlags:
+    """What is asked of it."""
+
+    tp: int = flag(1, "Tensor-parallel ranks.")
+    context: str | None = flag(None, "Tokens a sequence ends with (default: prompt + output).", metavar="N")
+    concurrency: int | None = flag(None, "Sequences at once.")
+    prompt: str = flag("1024", "Prompt tokens.", metavar="N")
+    output: str = flag("256", "Output tokens.", metavar="N")
+    prefix_hit: float = flag(0.0, "Share of the prompt found in the prefix cache.")
+    chunk: int | None = flag(None, "Prompt tokens per step (default: all; 512 on a measured machine, as `serve` does).")
+    slo_ttft: str | None = flag(None, "Objective for the first token: 2s.", metavar="TIME")
+    slo_itl: str | None = flag(None, "Objective between tokens: 50ms.", metavar="TIME")
+    memory_fraction: float = flag(0.9, "Part of the device's memory to use.")
+
+    def scenario(self, shape: ModelShape, device: Device) -> Scenario:
+        """The scenario of `shape` on `device`. Raises ConfigError."""
+        return Scenario(
+            shape=shape,
+            device=device,
+            tp=self.tp,
+            prompt=parsed("--prompt", self.prompt, parse_count),
+            output=parsed("--output", self.output, parse_count),
+            context=optional("--context", self.context, parse_count),
+            concurrency=self.concurrency,
+            prefix_hit=self.prefix_hit,
+            chunk=512 if self.chunk is None and device.kernels else self.chunk,
+            slo_ttft_seconds=optional("--slo-ttft", self.slo_ttft, parse_seconds),
+            slo_itl_seconds=optional("--slo-itl", self.slo_itl, parse_seconds),
+            batching=Batching(memory_fraction=self.memory_fraction),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DemandFlags:
+    """By how many people, and at what price."""
+
+    price_per_hour: float | None = flag(None, "Price of one device and hour.")
+    users: int | None = flag(None, "People to serve: prints replicas and cost.")
+    think_time: str = flag("0s", "Between an answer and the next question: 30s.", metavar="TIME")
+
+    def demand(self) -> Demand | None:
+        """None where nobody is counted. Raises ConfigError."""
+        think_seconds = parsed("--think-time", self.think_time, parse_seconds)
+        if self.users is not None:
+            return Demand(self.users, think_seconds, self.price_per_hour)
+        if self.price_per_hour is not None or think_seconds:
+            raise ConfigError("--price-per-hour and --think-time need --users: they tell what those users ask for")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFlags:
+    """How the answer is shown."""
+
+    compare_with: list[str] | None = flag(
+        None, "Several devices side by side: --compare h100 h20 mi300x.", flag="--compare", metavar="NAME..."
+    )
+    stages: bool = flag(False, "Prefill beside decode in one table.", flag="--stages")
+    plot: Path | None = flag(None, "Write the roofline to a .html, .svg or .png file.")
+    explain: bool = flag(False, "Each figure with its formula and inputs.", flag="--explain")
+    as_json: bool = flag(False, "One JSON document.", flag="--json")
+    list_names: bool = flag(False, "Print the names of models and devices.", flag="--list")
+
+    def check(self, *, hardware: str | None, users: int | None) -> None:
+        """Refuse an option that the chosen view would ignore. Raises ConfigError."""
+        given = {
+            "--list": self.list_names,
+            "--compare": self.compare_with,
+            "--stages": self.stages,
+            "--json": self.as_json,
+            "--explain": self.explain,
+            "--hardware": hardware,
+            "--plot": self.plot,
+            "--users": users,
+        }
+        used = {option for option, value in given.items() if value not in (None, False)}
+        for view, others in _APART.items():
+            for other in others:
+                if {view, other} <= used:
+                    raise ConfigError(f"{view} has no place for {other}; ask for them one after the other")
+
+
+# A view, and what it has no place for.
+_APART = {
+    "--list": ("--json",),
+    "--compare": ("--hardware", "--stages", "--explain", "--plot", "--users"),
+    "--stages": ("--explain", "--users", "--json"),
+    "--json": ("--explain",),
+}
+
+
+@flag_options(ModelFlags, HardwareFlags, RequestFlags, DemandFlags, ViewFlags)
 def plan(
     models: Annotated[
         list[str] | None,
@@ -43,103 +178,39 @@ def plan(
             metavar="MODEL", help="A directory, a .gguf file, hf:org/name, pypi:PACKAGE, or a name (see --list)."
         ),
     ] = None,
-    params: Annotated[
-        str | None, typer.Option(metavar="N", help="Instead of MODEL: only how many parameters (70e9, 70B).")
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(help="A name (see --list), a .toml file, or this-machine (see `pellucid measure`)."),
-    ] = None,
-    bandwidth: Annotated[str | None, typer.Option(metavar="RATE", help="Memory bandwidth: 2TB/s.")] = None,
-    flops: Annotated[str | None, typer.Option(metavar="RATE", help="Dense rate of the model's format: 989TF.")] = None,
-    memory: Annotated[str | None, typer.Option(metavar="BYTES", help="Memory of one device: 80GB.")] = None,
-    link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Link to peers and to host memory, one way: 50GB/s.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Store the weights as bf16, fp8, int8, int4, q4_k, ...")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Keep the KV cache as bf16, fp8, int8, ...")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
-    context: Annotated[
-        str | None, typer.Option(metavar="N", help="Tokens a sequence ends with (default: prompt + output).")
-    ] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Sequences at once.")] = None,
-    prompt: Annotated[str, typer.Option(metavar="N", help="Prompt tokens.")] = "1024",
-    output: Annotated[str, typer.Option(metavar="N", help="Output tokens.")] = "256",
-    prefix_hit: Annotated[float, typer.Option(help="Share of the prompt found in the prefix cache.")] = 0.0,
-    chunk: Annotated[
-        int | None,
-        typer.Option(help="Prompt tokens per step (default: all; 512 on a measured machine, as `serve` does)."),
-    ] = None,
-    slo_ttft: Annotated[str | None, typer.Option(metavar="TIME", help="Objective for the first token: 2s.")] = None,
-    slo_itl: Annotated[str | None, typer.Option(metavar="TIME", help="Objective between tokens: 50ms.")] = None,
-    memory_fraction: Annotated[float, typer.Option(help="Part of the device's memory to use.")] = 0.9,
-    price_per_hour: Annotated[float | None, typer.Option(help="Price of one device and hour.")] = None,
-    users: Annotated[int | None, typer.Option(help="People to serve: prints replicas and cost.")] = None,
-    think_time: Annotated[
-        str, typer.Option(metavar="TIME", help="Between an answer and the next question: 30s.")
-    ] = "0s",
-    compare_with: Annotated[
-        list[str] | None,
-        typer.Option("--compare", metavar="NAME...", help="Several devices side by side: --compare h100 h20 mi300x."),
-    ] = None,
-    stages: Annotated[bool, typer.Option("--stages", help="Prefill beside decode in one table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write the roofline to a .html, .svg or .png file.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Each figure with its formula and inputs.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
-    list_names: Annotated[bool, typer.Option("--list", help="Print the names of models and devices.")] = False,
+    *,
+    model: ModelFlags,
+    machine: HardwareFlags,
+    request: RequestFlags,
+    people: DemandFlags,
+    view: ViewFlags,
 ) -> None:
     """What a model costs on a device: memory, time, ceilings. Every figure with its formula under --explain."""
-    views = {"--list": list_names, "--compare": compare_with, "--stages": stages, "--json": as_json}
-    _check_views({**views, "--explain": explain, "--hardware": hardware, "--plot": plot, "--users": users})
-    if list_names:
+    view.check(hardware=machine.hardware, users=people.users)
+    if view.list_names:
         plan_view.print_names(named_shapes(), devices())
         return
-    model, names = _split(models or [], compare_with or [], wants_model=params is None)
-    shape = load_shape(_needed(model)) if params is None else bare_shape(parsed("--params", params, parse_count))
-    shape = shape if dtype is None else shape.stored_as(dtype)
-    shape = shape if kv_dtype is None else shape.cached_as(kv_dtype)
-    given = Overrides(
-        flops=optional("--flops", flops, parse_flops),
-        bandwidth=optional("--bandwidth", bandwidth, parse_rate),
-        memory=optional("--memory", memory, parse_bytes),
-        link=optional("--link", link, parse_rate),
-    )
-    chosen = [_device(name).override(given) for name in names] or [choose_device(hardware, given)]
-    scenario = Scenario(
-        shape=shape,
-        device=chosen[0],
-        tp=tp,
-        prompt=parsed("--prompt", prompt, parse_count),
-        output=parsed("--output", output, parse_count),
-        context=optional("--context", context, parse_count),
-        concurrency=concurrency,
-        prefix_hit=prefix_hit,
-        chunk=512 if chunk is None and chosen[0].kernels else chunk,
-        slo_ttft_seconds=optional("--slo-ttft", slo_ttft, parse_seconds),
-        slo_itl_seconds=optional("--slo-itl", slo_itl, parse_seconds),
-        batching=Batching(memory_fraction=memory_fraction),
-    )
-    demand = _demand(users, parsed("--think-time", think_time, parse_seconds), price_per_hour)
-    if names:
+    name, compared = _split(models or [], view.compare_with or [], wants_model=model.params is None)
+    shape, chosen = model.shape(name), machine.devices(compared)
+    scenario, demand = request.scenario(shape, chosen[0]), people.demand()
+    if compared:
         rows = compare(scenario, chosen)
-        plan_view.print_comparison(scenario, rows, paradox(rows), as_json=as_json)
+        plan_view.print_comparison(scenario, rows, paradox(rows), as_json=view.as_json)
         return
-    _answer(Plan(scenario), demand, stages=stages, plot=plot, explain=explain, as_json=as_json)
+    _answer(Plan(scenario), demand, view)
 
 
-def _answer(
-    answer: Plan, demand: Demand | None, *, stages: bool, plot: Path | None, explain: bool, as_json: bool
-) -> None:
+def _answer(answer: Plan, demand: Demand | None, view: ViewFlags) -> None:
     fleet = size_fleet(answer, demand) if demand is not None else None
-    if plot is not None:
-        write_plot(answer, plot)
-        typer.echo(f"wrote {plot}", err=True)
-    if as_json:
+    if view.plot is not None:
+        write_plot(answer, view.plot)
+        typer.echo(f"wrote {view.plot}", err=True)
+    if view.as_json:
         typer.echo(json.dumps(plan_view.to_json(answer, fleet), indent=2))
-    elif stages:
+    elif view.stages:
         plan_view.print_stages(answer, _measured(answer))
     else:
-        plan_view.print_plan(answer, fleet, explain=explain)
+        plan_view.print_plan(answer, fleet, explain=view.explain)
 
 
 def fit(
@@ -252,38 +323,6 @@ def _is_device(word: str) -> bool:
         return word == THIS_MACHINE or bool(_device(word))
     except ConfigError:
         return False
-
-
-# A view, and what it has no place for.
-_APART = {
-    "--list": ("--json",),
-    "--compare": ("--hardware", "--stages", "--explain", "--plot", "--users"),
-    "--stages": ("--explain", "--users", "--json"),
-    "--json": ("--explain",),
-}
-
-
-def _check_views(given: Mapping[str, object]) -> None:
-    """Refuse an option that the chosen view would ignore. `given`: option -> its value, None or False where absent."""
-    used = {option for option, value in given.items() if value not in (None, False)}
-    for view, others in _APART.items():
-        for other in others:
-            if {view, other} <= used:
-                raise ConfigError(f"{view} has no place for {other}; ask for them one after the other")
-
-
-def _needed(model: str | None) -> str:
-    if model is None:
-        raise ConfigError("no model: pass MODEL (--list prints the names shipped) or --params N")
-    return model
-
-
-def _demand(users: int | None, think_seconds: float, price_per_hour: float | None) -> Demand | None:
-    if users is not None:
-        return Demand(users, think_seconds, price_per_hour)
-    if price_per_hour is not None or think_seconds:
-        raise ConfigError("--price-per-hour and --think-time need --users: they tell what those users ask for")
-    return None
 
 
 def _measured(answer: Plan) -> Plan | None:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pellucid.cli.trace_view import console, table
-from pellucid.workload.compare import ratio_rows
+from pellucid.workload.compare import pairing, ratio_rows
 from pellucid.workload.metrics import Summary
 from pellucid.workload.report import ratio_cells, seconds
 
@@ -131,10 +131,9 @@ def print_comparison(document: dict[str, Any]) -> None:
     """Each run against the first: below 1 is less time, or less throughput."""
     out = console()
     for comparison in document["comparisons"]:
-        pairing = "the same requests, paired" if comparison["paired"] else "different schedules, not paired"
         out.print(
             f"{comparison['workload']}: [bold]{escape(comparison['other'])}[/bold] against "
-            f"{escape(comparison['base'])}: {pairing}"
+            f"{escape(comparison['base'])}: {pairing(comparison)}"
         )
         if not comparison["valid"]:
             out.print("[bold red]at least one of the runs is invalid[/bold red]")

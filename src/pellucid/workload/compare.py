@@ -112,6 +112,11 @@ def ratio_rows(comparison: dict[str, Any]) -> list[RatioRow]:
     return rows
 
 
+def pairing(comparison: dict[str, Any]) -> str:
+    """Whether requests were compared one by one, in words."""
+    return "the same requests, paired" if comparison["paired"] else "no common schedule, not paired"
+
+
 def _row(name: str, n: int | None, found: dict[str, Any], *, in_seconds: bool) -> RatioRow:
     base, other, ratio, low, high = (found.get(key) for key in ("base", "other", "ratio", "low", "high"))
     return RatioRow(name, n, base, other, ratio, low, high, in_seconds)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pellucid.core.errors import PellucidError
-from pellucid.workload.compare import RatioRow, Run, by_workload, ratio_rows
+from pellucid.workload.compare import RatioRow, Run, by_workload, pairing, ratio_rows
 from pellucid.workload.figures import analysis_figures, comparison_figures, plotly_script, run_figures
 from pellucid.workload.metrics import Clocking, RequestRecord, Summary
 
@@ -102,10 +102,38 @@ def write_comparison(path: Path, runs: Sequence[Run], comparisons: Sequence[dict
         parts += [_ratio_table(c, group[0].label) for c in comparisons if c["workload"] == workload]
         parts.append(_embedded(comparison_figures([(run.label, run.records) for run in group], _clocking(group[0]))))
     labels = dict.fromkeys(run.label for run in runs)
-    note = "A ratio below 1 is less time, or less throughput, than the first run of its load."
-    head = f'<p class="note">{note}</p>'
+    head = _glance(comparisons)
     document = {"comparisons": list(comparisons)}
     _write_page(path, " against ".join(reversed(labels)), head + "".join(parts), document)
+
+
+# Of a comparison, what stands at the top of the page: (title, figure, percentile or None).
+_AT_A_GLANCE = (
+    ("TTFT p50", "ttft", "p50"),
+    ("TPOT p50", "tpot", "p50"),
+    ("worst gap p50", "stall", "p50"),
+    ("output tokens/s", "output_tokens_per_second", None),
+)
+
+
+def _glance(comparisons: Sequence[dict[str, Any]]) -> str:
+    """One line a comparison: the ratios of the golden numbers."""
+    rows = []
+    for comparison in comparisons:
+        found = (_of(comparison["ratios"][name], key).get("ratio") for _, name, key in _AT_A_GLANCE)
+        cells = ("" if ratio is None else f"{ratio:.2f}" for ratio in found)
+        rows.append(_cells("td", (comparison["workload"], _label(comparison, "other"), *cells)))
+    heads = _cells("th", ("ratio to the first run", "", *(title for title, _, _ in _AT_A_GLANCE)))
+    note = "Below 1 is less time, or less throughput, than the first run of the load."
+    return f'<table>{heads}{"".join(rows)}</table><p class="note">{note}</p>'
+
+
+def _of(found: dict[str, Any], key: str | None) -> dict[str, Any]:
+    return found if key is None else found.get(key, {})
+
+
+def _label(comparison: dict[str, Any], side: str) -> str:
+    return Path(comparison[side]).stem.removesuffix(f"-{comparison['workload']}")
 
 
 def _clocking(run: Run) -> Clocking:
@@ -117,10 +145,7 @@ def _golden_table(runs: Sequence[Run]) -> str:
     rows, notes = [], []
     for run in runs:
         document = run.document
-        pairs = (
-            f"{seconds(document[key].get('p50'))} / {seconds(document[key].get('p99'))}"
-            for key in ("ttft", "itl", "tpot")
-        )
+        pairs = (_golden(document[key]) for key in ("ttft", "itl", "tpot"))
         numbers = (f"{document['output_tokens_per_second']:,.1f}", f"{document['goodput']:,.3g}")
         rows.append(_cells("td", (run.label, *pairs, *numbers, f"{document['num_requests']:,}")))
         target = document["target"]
@@ -130,15 +155,21 @@ def _golden_table(runs: Sequence[Run]) -> str:
             f'<p class="bad">{html.escape(run.label)} is invalid: {html.escape(reason)}</p>'
             for reason in document["invalid_because"]
         )
+    notes.append('<p class="note">* too few values behind this percentile</p>')
     return f"<table>{_cells('th', heads)}{''.join(rows)}</table>{''.join(notes)}"
 
 
+def _golden(summary: dict[str, Any]) -> str:
+    """p50 / p99 of a summary read back from its file, starred where too few values stand behind the second."""
+    mark = "*" if "p99" in summary.get("low_n", ()) else ""
+    return f"{seconds(summary.get('p50'))} / {seconds(summary.get('p99'))}{mark}"
+
+
 def _ratio_table(comparison: dict[str, Any], base: str) -> str:
-    other = Path(comparison["other"]).stem.removesuffix(f"-{comparison['workload']}")
-    pairing = "the same requests, paired" if comparison["paired"] else "different schedules, not paired"
+    other = _label(comparison, "other")
     heads = _cells("th", ("", "n", base, other, "ratio", "95 % interval"))
     rows = "".join(_cells("td", ratio_cells(row)) for row in ratio_rows(comparison))
-    return f"<h3>{html.escape(f'{other} against {base}: {pairing}')}</h3><table>{heads}{rows}</table>"
+    return f"<h3>{html.escape(f'{other} against {base}: {pairing(comparison)}')}</h3><table>{heads}{rows}</table>"
 
 
 def _cells(tag: str, texts: Iterable[str]) -> str:

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace pellucid {
 
@@ -28,6 +29,25 @@ class Buffer {
   }
 
  private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// A part of a larger buffer that many share, for memory that is too small to fill huge pages alone: the matrices of a small
+// model. Zero at first; the buffer goes when its last part does.
+class Part {
+ public:
+  Part() = default;
+  explicit Part(size_t bytes);
+
+  size_t bytes() const { return bytes_; }
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  std::shared_ptr<Buffer> whole_;
   void* data_ = nullptr;
   size_t bytes_ = 0;
 };

@@ -79,8 +79,8 @@ int64_t gguf_row_bytes(GgufType type, int64_t k) {
 
 PackedWeight::PackedWeight(Format format, int64_t n, int64_t k) {
   const int64_t n_padded = round_up(n, 2 * kBlock), k_padded = round_up(k, 64);
-  data_.reserve(static_cast<size_t>(n_padded / kBlock * block_bytes(format, k_padded)));
-  if (format == Format::int8) column_scale_.reserve(static_cast<size_t>(n_padded) * 4);
+  data_ = Part(static_cast<size_t>(n_padded / kBlock * block_bytes(format, k_padded)));
+  if (format == Format::int8) column_scale_ = Part(static_cast<size_t>(n_padded) * 4);
   if (format == Format::int8) std::memset(data_.as<void>(), 128, data_.bytes());  // bytes are value + 128
   view_ = {format, n, k, n_padded, k_padded, data_.as<uint8_t>(), column_scale_.as<float>()};
 }

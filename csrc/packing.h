@@ -33,8 +33,8 @@ class PackedWeight {
   void put_bytes(uint8_t* group, int64_t column, const int8_t* values, float scale);
   void pack_float_row(const float* row, int64_t index, Placement to);
 
-  Buffer data_;
-  Buffer column_scale_;
+  Part data_;
+  Part column_scale_;
   Weight view_{};
 };
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, InvariantViolation
+from pellucid.kernels import pages
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache
 from pellucid.kernels.processors import require_native
 
@@ -70,6 +71,7 @@ class CpuDecoder:
     ) -> None:
         self._kept = (kernels, heads, embedding, head, norm, layers)
         self._num_outputs = head.num_outputs
+        self._logits = torch.empty((0, head.num_outputs), dtype=torch.float32)
         blocks = layers[0].cache[0].shape
         self._bounds = (embedding.num_outputs, heads.cos.shape[0], blocks[0] * blocks[2])
         block_size = _check_cache(layers[0].cache, heads.num_kv_heads, heads.head_dim)
@@ -105,7 +107,8 @@ class CpuDecoder:
         )  # fmt: skip
 
     def step(self, rows: StepRows, batch: AttentionBatch) -> Tensor:
-        """Compute the rows, writing their keys and values to the cache. Returns logits `[R, V]`, float32.
+        """Compute the rows, writing their keys and values to the cache. Returns logits `[R, V]`, float32, which the
+        next step overwrites.
 
         Raises InvariantViolation for a token, position or slot that does not exist: native code would read on.
         """
@@ -113,12 +116,18 @@ class CpuDecoder:
             values = getattr(rows, name)
             if len(values) != len(rows.slots) or not len(values) or values.min() < 0 or values.max() >= bound:
                 raise InvariantViolation(f"{name} of a step must be one per row and lie in [0, {bound})")
-        logits = torch.empty((len(rows.sample_rows), self._num_outputs), dtype=torch.float32)
+        logits = self._logits_of(len(rows.sample_rows))
         self._decoder.step(
             len(rows.token_ids), rows.token_ids.ctypes.data, rows.positions.ctypes.data, rows.slots.ctypes.data,
             *batch.arguments, len(rows.sample_rows), rows.sample_rows.ctypes.data, logits.data_ptr(),
         )  # fmt: skip
         return logits
+
+    def _logits_of(self, num_rows: int) -> Tensor:
+        """Room for that many rows, kept from step to step: fresh memory would be handed out page by page inside it."""
+        if num_rows > self._logits.shape[0]:
+            self._logits = pages.zeros((max(num_rows, 2 * self._logits.shape[0]), self._num_outputs), torch.float32)
+        return self._logits[:num_rows]
 
     def phase_seconds(self) -> dict[str, float]:
         """Where the last step's time went."""

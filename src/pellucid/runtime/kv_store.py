@@ -7,11 +7,9 @@ kernel may arrange as its instructions want (key tiles, token pairs) without any
 the layer at work streams through its own memory, and moving a block between tiers is 2 x layers copies of
 `G x block_size x D`, long enough for full speed.
 
-The host tier is a second store of the same shape in main memory; blocks are exchanged between the two.
+A step reads blocks wherever they lie, so on the CPU the cache stands on huge pages (`kernels/pages.py`).
 
-A step reads blocks wherever they lie, so the cache stands on huge pages where the system gives them (Linux,
-/sys/kernel/mm/transparent_hugepage/enabled at "madvise" or "always"): with pages of 4 KiB nearly every block would cost
-a walk of the page table too.
+The host tier is a second store of the same shape in main memory; blocks are exchanged between the two.
 
 Invariants: memory is taken once and zeroed, so that it is resident before the first request and a masked slot holds a
 finite number; nobody but `write_kv`, `copy_block` and `exchange` writes to it.
@@ -19,15 +17,11 @@ finite number; nobody but `write_kv`, `copy_block` and `exchange` writes to it.
 
 from __future__ import annotations
 
-import mmap
-from math import prod
-
 import torch
 from torch import Tensor
 
+from pellucid.kernels import pages
 from pellucid.models.config import CacheSpec
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 class KVStore:
@@ -41,7 +35,9 @@ class KVStore:
         self.layers: list[tuple[Tensor, Tensor]] = []
         for group in spec.groups:
             shape = (group.num_layers, 2, num_blocks, group.num_kv_heads, block_size, group.head_dim)
-            memory = _zeros(shape, dtype, device)
+            memory = (
+                pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+            )
             self._groups.append(memory)
             self.layers.extend((memory[i, 0], memory[i, 1]) for i in range(group.num_layers))
 
@@ -60,16 +56,3 @@ class KVStore:
         """Copy every layer's keys and values of one block onto another."""
         for memory in self._groups:
             memory[:, :, target].copy_(memory[:, :, source])
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros`; on the CPU from the start of a huge page on, which must be asked for before memory is touched."""
-    num_bytes = prod(shape) * dtype.itemsize
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if device.type != "cpu" or advice is None or num_bytes < HUGE_PAGE_BYTES:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    region = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    region.madvise(advice)
-    memory = torch.frombuffer(region, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE_BYTES
-    return memory[start : start + num_bytes].view(dtype).view(shape).zero_()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pellucid.telemetry.recent import WINDOW_SECONDS, RecentValues
@@ -13,6 +13,7 @@ SHARES = (0.5, 0.9, 0.99)
 seen = st.tuples(st.floats(0.0, 200.0), st.floats(1e-4, 1e3), st.integers(1, 4))
 
 
+@settings(deadline=None)
 @given(st.lists(seen, max_size=60))
 def test_each_percentile_is_the_true_one_within_a_bucket(values):
     recent = RecentValues()

@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 # The package is installed in place: only these make a new installation necessary, Python sources do not.
 BUILD_INPUTS := pyproject.toml constraints.txt $(wildcard CMakeLists.txt) $(wildcard csrc/*)
 
-.PHONY: serve test test-long lint format types model golden docs clean
+.PHONY: serve test test-long test-sanitized lint format types model golden docs clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.installed
@@ -23,8 +23,12 @@ serve: $(VENV)/.installed
 test: $(VENV)/.installed-test lint types model
 	$(BIN)/python -m pytest -q
 
-test-long: $(VENV)/.installed-test model
+test-long: $(VENV)/.installed-test model test-sanitized
 	$(BIN)/python -m pytest -q -m long
+
+# The native kernels' tests once more, on a build that notices bad addresses and undefined behaviour.
+test-sanitized: $(VENV)/.installed-test
+	$(BIN)/python -m tests.kernels.sanitized
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check src tests examples benchmarks

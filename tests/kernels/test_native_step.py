@@ -81,7 +81,7 @@ class TinyModel:
             np.array(tokens, np.int32), np.array(positions, np.int32), np.array(slots, np.int64),
             np.arange(len(tokens), dtype=np.int32),
         )  # fmt: skip
-        return self.decoder.step(step, AttentionBatch(np.array(rows), table))
+        return self.decoder.step(step, AttentionBatch(np.array(rows), table)).clone()  # the next step overwrites it
 
     def stored(self, weight: PackedWeight) -> torch.Tensor:
         values = self.kernels.embedding(torch.arange(weight.num_outputs), weight).double()

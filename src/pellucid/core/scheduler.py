@@ -223,7 +223,9 @@ class Scheduler:
     def _serve_deferred(self, deferred: list[Sequence], draft: Draft, whole: Bound, now: float) -> None:
         """What the others left, to sequences that may wait."""
         for sequence in deferred:
-            if sequence.status is Status.RUNNING and draft.room(sequence, 1, whole):
+            if sequence.status is not Status.RUNNING or sequence.id in draft.chunks:
+                continue  # preempted in this step, perhaps to start again in it
+            if draft.room(sequence, 1, whole):
                 self._grant(sequence, 1, draft, now)
 
     def _serve_prompts(self, draft: Draft, whole: Bound, now: float) -> None:

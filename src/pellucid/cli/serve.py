@@ -34,10 +34,6 @@ from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.tenancy import Tenancy, reload_on_hangup
 from pellucid.telemetry.spans import connect
 
-# The kernels want every core; text and HTTP take what they leave.
-HTTP_NICENESS = 10
-
-
 @settings_options(EngineSettings, ServerConfig)
 def serve(model: ModelArgument = DEFAULT_MODEL, *, settings: EngineSettings, config: ServerConfig) -> None:
     """Serve MODEL over the OpenAI protocol until interrupted."""
@@ -87,7 +83,6 @@ async def _serve(
     engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
     if config.tenants is not None:
         reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
-    os.nice(HTTP_NICENESS)
     app = create_app(engine, served, config, tenancy, machine=machine, spans=spans)
     with keep_ledgers(app.state.ledgers, config, served):
         server = make_server(app, config)

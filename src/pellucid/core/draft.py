@@ -3,7 +3,8 @@
 Two bounds. The token budget is hard. The step target is a time: a chunk may take as many tokens as keep the predicted
 step at or under it. Due decodes are not asked (a user's next token never waits for a forecast). So that prompts always
 progress, they may add `PROMPT_FLOOR` of what the decodes alone are predicted to take, and `PROMPT_FLOOR_TOKENS` tokens
-in any case: where decodes fill the target by themselves, it is missed by that much and no more.
+in any case: where decodes fill the target by themselves, it is missed by that much and no more. Where nobody waits for
+a next token there is no gap to bound, only the wait of whoever comes next: such a step may take `ALONE` targets.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pellucid.core.sequence import Sequence
 
 PROMPT_FLOOR = 0.5
 PROMPT_FLOOR_TOKENS = 32
+ALONE = 4.0
 
 
 class Bound(NamedTuple):
@@ -91,7 +93,8 @@ class Draft:
         if self._target is None:
             return Bound(None, leave)
         base = self.predicted.seconds
-        return Bound(base + share * max(self._target - base, PROMPT_FLOOR * base), leave)
+        target = self._target if self.chunks else ALONE * self._target
+        return Bound(base + share * max(target - base, PROMPT_FLOOR * base), leave)
 
     def past(self, share: float) -> bool:
         """Whether what is drafted takes `share` of the target, where one is set."""

@@ -34,6 +34,7 @@ from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.server.tenancy import Tenancy, reload_on_hangup
 from pellucid.telemetry.spans import connect
 
+
 @settings_options(EngineSettings, ServerConfig)
 def serve(model: ModelArgument = DEFAULT_MODEL, *, settings: EngineSettings, config: ServerConfig) -> None:
     """Serve MODEL over the OpenAI protocol until interrupted."""

@@ -399,15 +399,16 @@ class Scheduler:
         self.claims.renew(sequence)
         self.ledgers.start(sequence, now)
         request = sequence.request
+        kept = match.num_on_device * self.config.block_size
         if sequence.num_preemptions:
             self.kv.unwant(sequence.wanted)
             sequence.wanted = []
-            kept = match.num_on_device * self.config.block_size
             recomputed = max(0, sequence.num_lost - sequence.num_computed)
             self._num_recomputed += recomputed
             self._events.append(Resumed(request.id, kept, sequence.num_computed - kept, recomputed))
             return
         sequence.num_cached = sequence.num_charged = sequence.num_computed
+        sequence.ledger.num_cached_host = sequence.num_cached - kept
         sequence.ledger.misses = self.misses.explain(sequence, match.nodes, self.kv.match_limit(sequence))
         self.book.charge(request.tenant, cached=sequence.num_cached)
         self._events.append(Admitted(request.id, sequence.num_prompt, sequence.num_cached, now - request.arrival))

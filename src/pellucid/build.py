@@ -170,7 +170,13 @@ def plan_engine(settings: EngineSettings, model: LoadedModel) -> SchedulerConfig
         memory_fraction=1.0,
     )
     kv_bytes = cache_bytes(
-        settings.kv_memory, model.files.path, runtime, batching=batching, context=max_context, environment=os.environ
+        settings.kv_memory,
+        model.files.path,
+        runtime,
+        batching=batching,
+        context=max_context,
+        environment=os.environ,
+        host_tier=settings.swap_memory,
     )
     spec = config.cache_spec(runtime.element_bytes)
     return SchedulerConfig(

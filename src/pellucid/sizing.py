@@ -66,9 +66,17 @@ def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
 
 
 def cache_bytes(
-    asked: int, path: Path, runtime: RuntimeConfig, *, batching: Batching, context: int, environment: Mapping[str, str]
+    asked: int,
+    path: Path,
+    runtime: RuntimeConfig,
+    *,
+    batching: Batching,
+    context: int,
+    environment: Mapping[str, str],
+    host_tier: int = 0,
 ) -> int:
-    """Bytes for the KV cache: `asked`, or with 0 as much as is free beside everything else and can be used.
+    """Bytes for the KV cache: `asked`, or with 0 as much as is free beside everything else and can be used. `host_tier`
+    bytes are taken by blocks that leave the cache.
 
     Only memory of the host is looked at; on another device `asked` stands. Raises ConfigError, with every term, where
     it does not fit, and where "as much as is free" cannot be told.
@@ -80,6 +88,11 @@ def cache_bytes(
                 f"how much memory is free on {runtime.device} is not known; pass --kv-memory with a size, such as 2GiB"
             )
         return asked
+    if host_tier >= free:
+        raise ConfigError(
+            f"--swap-memory asks for {host_tier / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free; ask for less"
+        )
+    free -= host_tier
     host = host_device(free if asked else int(free * FREE_SHARE), environment)
     return cache_memory(served_shape(path, runtime), host, batching, kv_bytes=asked or None, context=context)
 

@@ -165,6 +165,6 @@ def _lifetime(run: Run, request: Request) -> float:
 
 
 Machine.TestCase.settings = settings(
-    max_examples=1000, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=600, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestScheduler = Machine.TestCase

@@ -138,7 +138,8 @@ class Run:
 
     def schedule(self) -> StepPlan | None:
         running = self.scheduler.running.values()
-        ahead = self.scheduler.waiting.deferred()
+        policy = self.scheduler.waiting
+        ahead = policy.deferred() | policy.capped(s for s in running if s.num_due > 1)[0]
         due = [s for s in running if s.num_due == 1 and s.request.tenant not in ahead]
         oldest = min((s for s in running), key=lambda s: s.id, default=None)
         oldest_due = oldest is not None and oldest.num_due > 0

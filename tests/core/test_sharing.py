@@ -262,3 +262,17 @@ def test_pressure_leaves_room_and_notices_storms():
     for _ in range(600):
         pressure.step(100, 0, 0)
     assert (pressure.headroom, pressure.storm, pressure.num_storms) == (0, False, 1)
+
+
+def test_nobody_is_preempted_for_one_that_would_not_fit_all_the_same():
+    """The oldest holds most of the pool and gives nothing back: the large one waits, the small one goes on."""
+    run = Run(config(num_blocks=10, policy="fair", fair_quantum=1.0, max_context=32))
+    run.add(request("oldest", range(16), max_tokens=8, tenant="a", cache_key=b"a"))
+    run.step()
+    run.step()
+    run.add(request("small", range(20, 24), max_tokens=6, tenant="a", cache_key=b"a"))
+    run.step()
+    run.add(request("large", range(40, 64), max_tokens=2, tenant="b", cache_key=b"b"))
+    run.finish()
+    assert not [e for e in run.events if isinstance(e, Preempted)]
+    assert ends(run)[-1] == "large"

@@ -78,6 +78,11 @@ class KVManager:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def num_held_alone(self, sequence: Sequence, match: PrefixMatch) -> int:
+        """Blocks that could be handed out but for `sequence`, leaving out those that `match` wants to keep."""
+        kept = {node.block for node in match.nodes}
+        return sum(self.pool.refs[block] == 1 and block not in kept for block in sequence.block_table)
+
     def match_limit(self, sequence: Sequence) -> int:
         """Tokens of `sequence` that may come from the cache: never the last one, whose logits are wanted."""
         if not self.prefix_cache:

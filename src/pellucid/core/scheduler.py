@@ -323,19 +323,18 @@ class Scheduler:
         if match is None:
             self.ledgers.waits(sequence, ledger.SHARED_PREFIX)
             return False
-        while not self._fits(sequence, match, draft):
-            victim = choose_victim(
-                self.running.values(), self.waiting.victim_key, willing=partial(self.waiting.owed, sequence)
-            )
-            if victim is None:
+        if not self._fits(sequence, match, draft):
+            victims = self._victims_for(sequence, match, draft)
+            if not victims:
                 full = len(self.running) >= self.config.max_running
                 self.ledgers.waits(sequence, ledger.CAPACITY if full else ledger.MEMORY)
                 draft.num_refused += 1
                 if not full and not passes:
                     self._head = sequence
                 return False
-            draft.promised -= self._num_promised(victim)
-            self._preempt(victim, draft, now)
+            for victim in victims:
+                draft.promised -= self._num_promised(victim)
+                self._preempt(victim, draft, now)
         if head is sequence:
             self._head = None
         elif head is not None and passes:
@@ -345,13 +344,28 @@ class Scheduler:
         draft.promised += self._num_promised(sequence)
         return True
 
-    def _fits(self, sequence: Sequence, match: PrefixMatch, draft: Draft) -> bool:
-        if len(self.running) >= self.config.max_running:
+    def _fits(self, sequence: Sequence, match: PrefixMatch, draft: Draft, *, without: int = 0, freed: int = 0) -> bool:
+        """Whether `sequence` can start; also if `without` running ones were gone and `freed` blocks with them."""
+        num_running = len(self.running) - without
+        if num_running >= self.config.max_running:
             return False
-        if self.pressure.storm and self.running and sequence.num_preemptions == 0:
+        if self.pressure.storm and num_running and sequence.num_preemptions == 0:
             return False
-        kept_free = draft.promised + self.pressure.headroom * len(self.running)
-        return self.kv.can_attach(match, self._num_needed(sequence), kept_free)
+        kept_free = draft.promised + self.pressure.headroom * num_running
+        return self.kv.can_attach(match, self._num_needed(sequence), kept_free - freed)
+
+    def _victims_for(self, sequence: Sequence, match: PrefixMatch, draft: Draft) -> list[Sequence]:
+        """Those who must give way so that `sequence` fits, or nobody if all of them would not be enough: who is
+        preempted for nothing starts again, and loses its work again, for ever."""
+        willing = partial(self.waiting.owed, sequence)
+        left, victims, freed = dict(self.running), [], 0
+        while victim := choose_victim(left.values(), self.waiting.victim_key, willing=willing):
+            del left[victim.id]
+            victims.append(victim)
+            freed += self.kv.num_held_alone(victim, match) + self._num_promised(victim)
+            if self._fits(sequence, match, draft, without=len(victims), freed=freed):
+                return victims
+        return []
 
     def _max_overtakes(self, head: Sequence) -> int:
         """Who was preempted is passed by nobody: newcomers would evict what is still cached of it."""

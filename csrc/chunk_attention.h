@@ -113,7 +113,8 @@ class ChunkSplit {
       if (next) score_tokens<3>(u + 1);
       soften(u, 6, 8);
       for (int64_t i = 0, row = 8; i < dim() / 16; i += 2) {
-        const int64_t half = 8 + (8 * i + 8) * 16 / dim(), end = 8 + (8 * i + 16) * 16 / dim();
+        // Both even: rows are turned in pairs, and none may be turned twice.
+        const int64_t end = 8 + ((8 * i + 16) * 16 / dim() & ~int64_t{1}), half = row + (end - row + 2) / 4 * 2;
         if (previous) i % 4 ? value_dims<2>(u - 1, i) : value_dims<0>(u - 1, i);
         soften(u, row, half);
         if (previous) i % 4 ? value_dims<3>(u - 1, i + 1) : value_dims<1>(u - 1, i + 1);

@@ -4,7 +4,7 @@ Two bounds. The token budget is hard. The step target is a time: a chunk may tak
 step at or under it. Due decodes are not asked (a user's next token never waits for a forecast). So that prompts always
 progress, they may add `PROMPT_FLOOR` of what the decodes alone are predicted to take, and `PROMPT_FLOOR_TOKENS` tokens
 in any case: where decodes fill the target by themselves, it is missed by that much and no more. Where nobody waits for
-a next token there is no gap to bound, only the wait of whoever comes next: such a step may take `ALONE` targets.
+a next token there is no gap to bound, only the wait of whoever comes next: both may be `ALONE` times as large.
 """
 
 from __future__ import annotations
@@ -93,7 +93,10 @@ class Draft:
         if self._target is None:
             return Bound(None, leave)
         base = self.predicted.seconds
-        target = self._target if self.chunks else ALONE * self._target
+        target = self._target
+        if not self.chunks:
+            target *= ALONE
+            self._floor_left = max(self._floor_left, int(ALONE * PROMPT_FLOOR_TOKENS))
         return Bound(base + share * max(target - base, PROMPT_FLOOR * base), leave)
 
     def past(self, share: float) -> bool:

@@ -110,9 +110,22 @@ def test_attention_matches_the_oracle(kernels, chunks, shape, block_size, spread
     assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 32), (6, 2, 64), (4, 2, 96), (8, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("chunks", [[(1300, 1)], [(1300, 3)], [(1100, 40)], [(513, 1), (512, 1), (1025, 2), (600, 34)]])
-def test_contexts_of_several_splits(kernels, chunks) -> None:
-    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, block_size=16)
+def test_contexts_of_several_splits(kernels, chunks, shape) -> None:
+    heads, kv_heads, head_dim = shape
+    scene = Scene(chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=16, spread=3.0)
+    scene.fill(kernels)
+    out = kernels.attention(scene.queries, scene.cache, scene.batch())
+    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_scores_that_grow_along_the_context(kernels, head_dim) -> None:
+    """The maximum of a row's first tokens says nothing of the later ones, which are thousands of times likelier."""
+    scene = Scene([(700, 50)], heads=4, kv_heads=2, head_dim=head_dim, block_size=16)
+    growth = torch.linspace(0.01, 12.0, 700)[:, None, None]
+    scene.keys[0] = (scene.keys[0].float() * growth).bfloat16()
     scene.fill(kernels)
     out = kernels.attention(scene.queries, scene.cache, scene.batch())
     assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)

@@ -75,8 +75,9 @@ PELLUCID_BINARY(Floats, operator*, a.p[part] * b.p[part])
 PELLUCID_BINARY(Floats, operator/, a.p[part] / b.p[part])
 PELLUCID_BINARY(Floats, larger, a.p[part] > b.p[part] ? a.p[part] : b.p[part])
 PELLUCID_BINARY(Floats, smaller, a.p[part] < b.p[part] ? a.p[part] : b.p[part])
-PELLUCID_BINARY(Ints, operator+, a.p[part] + b.p[part])
-PELLUCID_BINARY(Ints, operator-, a.p[part] - b.p[part])
+// Integers wrap around, as unsigned ones may.
+PELLUCID_BINARY(Ints, operator+, (IntPart)((WordPart)a.p[part] + (WordPart)b.p[part]))
+PELLUCID_BINARY(Ints, operator-, (IntPart)((WordPart)a.p[part] - (WordPart)b.p[part]))
 PELLUCID_BINARY(Ints, operator&, a.p[part] & b.p[part])
 PELLUCID_BINARY(Ints, operator|, a.p[part] | b.p[part])
 #undef PELLUCID_BINARY

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import shlex
@@ -39,7 +40,8 @@ from pellucid.runtime.step_timing import Batch, StepTiming, standard_batches, ti
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)
 PROMPTS = (128, 512, 2048, 4000, 8192)
-STEPS = 12  # timed decode steps a point
+SETTLE, STEPS = 12, 24  # decode steps a point: untimed (what prefill put into the processor's caches goes), then timed
+SHORT_PROMPTS = 1024  # tokens of prompts a turn, at least: short ones are repeated, the median counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _measure(
 ) -> tuple[dict[Case, float], list[StepTiming]]:
     """Medians over rounds of every case's seconds, and the kernels' timings, taken in the same rounds: what a neighbour
     does to the one it then does to the other."""
-    rng, longest = random.Random(0), config.max_context - STEPS - 2
+    rng, longest = random.Random(0), config.max_context - SETTLE - STEPS - 2
     cases = list(dict.fromkeys(_cases(arguments, longest)))
     batches = [b for b in standard_batches(config.max_context) if b.num_blocks(16) <= _num_blocks(engine)]
     _prompts(engine, rng, config.vocab_size, 1, 64)  # first use of everything
@@ -142,7 +144,7 @@ def _points(roofline: Roofline, measured: dict[Case, float], budget: int) -> lis
         if case.stage == "prefill":
             steps = chunks(case.length, 0, budget)
         else:
-            steps = [decode(case.batch, case.length + 1 + STEPS // 2)]
+            steps = [decode(case.batch, case.length + 1 + SETTLE + STEPS // 2)]
         costs = [roofline.cost(step) for step in steps]
         predicted, floor = sum(c.seconds for c in costs), sum(c.roofline_seconds for c in costs)
         points.append(Point(*case, predicted, floor, seconds, costs[-1].binding))
@@ -150,12 +152,14 @@ def _points(roofline: Roofline, measured: dict[Case, float], budget: int) -> lis
 
 
 def _computed(engine: Engine, rng: random.Random, config: ModelConfig, case: Case) -> float:
-    ready, step = _prompts(engine, rng, config.vocab_size, case.batch, case.length)
-    return ready if case.stage == "prefill" else step
+    if case.stage == "decode":
+        return _prompts(engine, rng, config.vocab_size, case.batch, case.length)[1]
+    runs = max(1, SHORT_PROMPTS // case.length)
+    return statistics.median(_prompts(engine, rng, config.vocab_size, 1, case.length, 0)[0] for _ in range(runs))
 
 
 def _claimed(engine: Engine, case: Case) -> float:
-    batch = Batch(case.batch, 1, case.length + STEPS // 2, True)
+    batch = Batch(case.batch, 1, case.length + SETTLE + STEPS // 2, True)
     return time_steps(engine.executor, [batch], block_size=16, repeats=1)[0].seconds
 
 
@@ -167,9 +171,12 @@ def _pool_bytes(settings: EngineSettings, config: ModelConfig, arguments: argpar
     return (tokens + slack) * config.cache_spec(settings.runtime().element_bytes).bytes_per_token
 
 
-def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length: int) -> tuple[float, float]:
+def _prompts(
+    engine: Engine, rng: random.Random, vocab: int, batch: int, length: int, num_steps: int = STEPS
+) -> tuple[float, float]:
     """(seconds until all prompts are computed, median seconds of a decode step with all of them running)."""
-    sampling = SamplingParams(max_tokens=STEPS + batch * length // 100 + batch + 8, temperature=0.0, ignore_eos=True)
+    max_tokens = SETTLE + num_steps + batch * length // 100 + batch + 8
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
     ids = [f"{rng.random()}" for _ in range(batch)]
     began = time.perf_counter()
     for name in ids:
@@ -177,10 +184,12 @@ def _prompts(engine: Engine, rng: random.Random, vocab: int, batch: int, length:
     while engine.scheduler.num_waiting or any(s.num_computed < s.num_prompt for s in engine.scheduler.running.values()):
         engine.step()
     ready = time.perf_counter() - began
-    steps = []
-    for _ in range(STEPS):
+    steps = [math.nan]
+    for number in range(SETTLE + num_steps if num_steps else 0):
         start = time.perf_counter()
         engine.step()
+        if number == SETTLE:
+            steps = []
         steps.append(time.perf_counter() - start)
     for name in ids:
         engine.abort(name)

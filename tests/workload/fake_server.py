@@ -40,6 +40,7 @@ class FakeServer:
         self.stamps: list[list[float]] = []
         self.num_open = 0
         self.max_open = 0
+        self.num_answered = 0
         self.url = ""
 
     @asynccontextmanager
@@ -107,4 +108,5 @@ class FakeServer:
         num_prompt = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         usage = {"prompt_tokens": num_prompt, "completion_tokens": body["max_tokens"]}
         await reply.write(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\ndata: [DONE]\n\n")
+        self.num_answered += 1
         return reply

@@ -165,7 +165,10 @@ async def test_an_interrupted_run_keeps_what_it_has(mode: str) -> None:
     )
     async with FakeServer().running() as server, LoadClient(Target(url=server.url, model="fake")) as client:
         run = asyncio.create_task(run_workload(client, workload, RunOptions(warmup=False)))
-        await asyncio.sleep(1.5)
+        while server.num_answered < 2 or not server.num_open:
+            await asyncio.sleep(0.01)
+        for _ in range(20):  # the client, on the same loop, reads the ends of what was answered
+            await asyncio.sleep(0.01)
         run.cancel()
         result = await run
         await asyncio.sleep(0)

@@ -20,10 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -37,6 +37,8 @@ from pellucid.workload.workloads import named_workload
 
 START_SECONDS = 120
 OUTPUT_WEIGHT = 2
+HEAD_START = 3.0
+"""Seconds that the loud tenant is ahead of the quiet one."""
 
 
 @contextlib.contextmanager
@@ -69,12 +71,18 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))] if ordered else float("nan")
 
 
-async def closed(url: str, items: list[LoadItem], concurrency: int, key: str = "") -> list[RequestRecord]:
+async def closed(
+    url: str,
+    items: list[LoadItem],
+    concurrency: int,
+    key: str = "",
+    on_record: Callable[[RequestRecord], None] = lambda record: None,
+) -> list[RequestRecord]:
     """Send items, `concurrency` at a time, and wait for all."""
     async with LoadClient(Target(url=url, api_key=key)) as client:
         client.target = Target(url=url, api_key=key, model=await client.served_model())
         client.start_clock()
-        return await run_closed(client, [[item] for item in items], concurrency=concurrency)
+        return await run_closed(client, [[item] for item in items], concurrency=concurrency, on_record=on_record)
 
 
 def first_tokens(records: list[RequestRecord]) -> list[float]:
@@ -115,22 +123,37 @@ async def _named(load: str, url: str) -> dict[str, Any]:
 
 
 def tenants(model: str, target: str, port: int) -> list[list[str]]:
+    """A light tenant that needs far less than its half, then a busy one that could use more than all of the machine."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "tenants.toml"
         keys = {name: _new_tenant(name, file) for name in ("loud", "quiet")}
-        for policy in ("fair", "fcfs"):
+        for name, policy, load in (
+            ("light, fair", "fair", LIGHT),
+            ("light, fcfs", "fcfs", LIGHT),
+            ("busy, fair", "fair", BUSY),
+        ):
             flags = ("--step-target", target, "--tenants", str(file), "--policy", policy)
-            with server(model, *flags, port=port) as url:
-                alone = asyncio.run(closed(url, _chats("quiet", 60, 1), 6, keys["quiet"]))
-                quiet, loud = asyncio.run(_both(url, keys))
+            with server(model, *flags, "--max-running", str(load.slots), port=port) as url:
+                alone = asyncio.run(closed(url, _chats("quiet", load.count, 1), load.quiet_open, keys["quiet"]))
+                quiet, loud = asyncio.run(_both(url, keys, load))
             together, before = percentile(first_tokens(quiet), 0.9), percentile(first_tokens(alone), 0.9)
-            share = _share(quiet, loud)
-            ratio = together / before
-            rows.append(
-                [policy, f"{1e3 * before:.0f} ms", f"{1e3 * together:.0f} ms", f"{ratio:.2f} x", f"{share:.0%}"]
-            )
-    return [["tenants", "quiet alone, TTFT p90", "beside a loud one", "ratio", "quiet's share of service"], *rows]
+            opened = f"{load.quiet_open} / {10 * load.quiet_open} / {load.slots}"
+            times = f"{1e3 * before:.0f} ms", f"{1e3 * together:.0f} ms", f"{together / before:.2f} x"
+            rows.append([name, opened, *times, f"{_share(quiet, loud):.0%}"])
+    head = ["tenants", "open: quiet / loud / running at once", "quiet alone, TTFT p90", "beside the loud one", "ratio"]
+    return [[*head, "quiet's share of service"], *rows]
+
+
+class TenantLoad(NamedTuple):
+    """`count` chats of the quiet tenant, so many open at once; ten times as many of the loud one."""
+
+    count: int
+    quiet_open: int
+    slots: int
+
+
+LIGHT, BUSY = TenantLoad(60, 6, 64), TenantLoad(150, 48, 8)
 
 
 def _new_tenant(name: str, file: Path) -> str:
@@ -143,24 +166,29 @@ def _chats(name: str, count: int, seed: int) -> list[LoadItem]:
     return [LoadItem(index=i, prompt=words(rng, rng.randrange(40, 300)), output_len=48) for i in range(count)]
 
 
-async def _both(url: str, keys: dict[str, str]) -> tuple[list[RequestRecord], list[RequestRecord]]:
-    """The loud tenant keeps sixty requests open and begins a little earlier, the quiet one six."""
-    loud = asyncio.create_task(closed(url, _chats("loud", 400, 2), 60, keys["loud"]))
-    await asyncio.sleep(2)
-    quiet = await closed(url, _chats("quiet", 60, 3), 6, keys["quiet"])
-    return quiet, await loud
+async def _both(url: str, keys: dict[str, str], load: TenantLoad) -> tuple[list[RequestRecord], list[RequestRecord]]:
+    """The loud tenant begins a little earlier and ends with the quiet one."""
+    landed: list[RequestRecord] = []
+    loud_chats = _chats("loud", 20 * load.count, 2)
+    loud = asyncio.create_task(closed(url, loud_chats, 10 * load.quiet_open, keys["loud"], landed.append))
+    await asyncio.sleep(HEAD_START)
+    quiet = await closed(url, _chats("quiet", load.count, 3), load.quiet_open, keys["quiet"])
+    loud.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await loud
+    return quiet, landed
 
 
 def _share(quiet: list[RequestRecord], loud: list[RequestRecord]) -> float:
-    """The quiet tenant's part of weighted tokens while it had work. Both clocks started two seconds apart."""
-    end = max(record.last or 0.0 for record in quiet)
+    """The quiet tenant's part of weighted tokens until it sent its last request, that is, while it had work."""
+    end = max(record.sent for record in quiet)
 
     def service(records: list[RequestRecord], low: float, high: float) -> float:
         outputs = sum(low <= chunk.at <= high for record in records for chunk in record.chunks)
         prompts = sum((r.prompt_tokens or 0) for r in records if r.chunks and low <= r.chunks[0].at <= high)
         return prompts + OUTPUT_WEIGHT * outputs
 
-    mine, other = service(quiet, 0.0, end), service(loud, 2.0, end + 2.0)
+    mine, other = service(quiet, 0.0, end), service(loud, HEAD_START, end + HEAD_START)
     return mine / (mine + other)
 
 

@@ -23,7 +23,8 @@ from pellucid.core.request import Request, SamplingParams
 
 
 class Priced:
-    """A cost model by a formula: 10 ms a step, 0.1 ms a token, 1 us for each token of context; sure of itself."""
+    """A cost model by a formula: 10 ms a step, 0.1 ms a token, 1 us for each token of context, 1 ms a byte that is
+    copied; sure of itself."""
 
     def __init__(self, spread: float = 0.0) -> None:
         self.spread = spread
@@ -31,7 +32,8 @@ class Priced:
     def predict(self, features: StepFeatures) -> Prediction:
         if not features.num_sequences:
             return Prediction(0.0, 0.0)
-        return Prediction(0.010 + 1e-4 * features.num_tokens + 1e-6 * features.num_context, self.spread)
+        copying = 1e-3 * features.copied_bytes
+        return Prediction(0.010 + 1e-4 * features.num_tokens + 1e-6 * features.num_context + copying, self.spread)
 
 
 class Clocked(Run):
@@ -40,7 +42,9 @@ class Clocked(Run):
     def __init__(self, config: SchedulerConfig, depth: int, ticks) -> None:
         super().__init__(config, depth)
         # No step is ever longer than this model explains: whatever is a gap is one between steps.
-        self.scheduler.ledgers = LedgerBook(Priced(spread=1e9), config.token_budget)
+        self.scheduler.ledgers = LedgerBook(
+            Priced(spread=1e9), config.token_budget, bytes_per_block=config.bytes_per_block
+        )
         self.ticks = ticks
         self.computing: list[tuple[float, float]] = []
         self.begun: float | None = None
@@ -344,32 +348,42 @@ def test_floors_tell_what_a_cache_can_and_cannot_remove():
     assert report.floors.without_cache == pytest.approx(0.020 + 41e-4 + (32 + 41) * 1e-6 + decoding)
 
 
-def test_blocks_on_their_way_between_tiers_have_causes_of_their_own():
-    """Told of a running sequence, of one that waits after a preemption, and of one that waits for its cached prefix."""
-    run = run_of(num_blocks=8, max_context=32, token_budget=16, max_running=3)
+def host_tier(**options) -> Clocked:
+    config = {"num_blocks": 8, "block_size": 4, "max_context": 32, "max_running": 3, "token_budget": 16}
+    config |= {"num_host_blocks": 16, "bytes_per_block": 1, "preemption": "swap"}
+    return Clocked(SchedulerConfig(**{**config, **options}), 1, lambda: 0.01)
+
+
+def test_blocks_that_come_back_after_a_preemption_are_charged_as_swapped():
+    run = host_tier()
     for i in range(3):
-        run.add(Request(f"r{i}", [10 * i + j for j in range(1, 8)], SamplingParams(max_tokens=12, ignore_eos=True)))
-    book = run.scheduler.ledgers
-    while not (waiting := [s for s in run.scheduler.sequences() if s.ledger.phase == "preempted"]):
-        run.step()
-    (victim,), (late, *_) = waiting, [s for s in run.scheduler.running.values() if s.id == 1]
-    run.tick()
-    book.transfer_begins(victim, run.now)
-    book.transfer_begins(late, run.now)
-    run.now += 0.5
-    book.transfer_ends(victim, run.now)
-    book.transfer_ends(late, run.now)
-    run.add(request("new", 5, arrival=run.now))
-    new = run.scheduler.sequences()[-1]
-    book.transfer_begins(new, run.now)
-    run.schedule()
-    run.commit()
-    book.transfer_ends(new, run.now)
+        prompt = tuple(10 * i + j for j in range(1, 8))
+        run.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=12, ignore_eos=True)))
     run.finish()
-    assert book.residue_seconds == 0.0
-    for name in ("r0", "r1", "r2", "new"):
-        report = ledger_of(run, name)
-        assert sum(s for _, s in report.causes) == pytest.approx(report.e2e_seconds)
-    # No step was in flight: a gap is a gap even for who copies. During the step it was the copy that held it up.
-    assert dict(ledger_of(run, victim.request.id).causes).get(cause.PREEMPTED_SWAP, 0.0) == 0.0
-    assert dict(ledger_of(run, "new").causes).get(cause.PREFILL_PROMOTE, 0.0) > 0.0
+    reports = [ledger_of(run, f"r{i}") for i in range(3)]
+    for report in reports:
+        causes = dict(report.causes)
+        assert sum(causes.values()) == pytest.approx(report.e2e_seconds)
+        assert cause.PREFILL_PROMOTE not in causes
+        assert min(causes.values()) >= 0.0
+    swapped = [report for report in reports if dict(report.causes).get(cause.PREEMPTED_SWAP)]
+    assert swapped
+    assert all(report.num_preemptions for report in swapped)
+    assert run.scheduler.ledgers.residue_seconds == 0.0
+
+
+def test_a_prefix_that_comes_back_from_the_host_is_charged_as_promoted():
+    run = host_tier(max_running=1)
+    run.scheduler.tiers.promote_pays = lambda *_: True
+    run.scheduler.tiers.demote_pays = lambda *_: True
+    for name, start in (("first", 1), ("other", 100), ("third", 200), ("again", 1)):
+        prompt = tuple(range(start, start + 17))
+        run.add(Request(name, prompt, SamplingParams(max_tokens=3, ignore_eos=True), arrival=run.now))
+        run.finish()
+    report = ledger_of(run, "again")
+    assert report.tokens.cached_host == 16
+    promoted = dict(report.causes)[cause.PREFILL_PROMOTE]
+    # Others' blocks left in the same step; what all copies took is a part of its 10 ms.
+    assert 0.0 < promoted < 0.01
+    assert cause.PREFILL_PROMOTE not in dict(ledger_of(run, "third").causes)
+    assert sum(s for _, s in report.causes) == pytest.approx(report.e2e_seconds)

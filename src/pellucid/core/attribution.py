@@ -7,6 +7,9 @@ chunk as if it were alone, then the other sequences' decodes, then the other seq
     batch   = P(all decodes) - P(own chunk alone)
     stalled = P(all chunks)  - P(all decodes)          own + batch + stalled = P(all chunks)
 
+Copies between the tiers are made within the step. What they add to it is part of the last layer that there is, and told
+apart as `copying`, so that those whose blocks came back can be charged their part of it by name.
+
 The measured time differs from the predicted P(all chunks), so the layers are scaled to it. Where it exceeds the
 prediction by more than the model's spread explains, the rest was nobody's work (the host took the processor away):
 `stolen`.
@@ -29,7 +32,8 @@ class StepShares(NamedTuple):
     `batch` is `decoding - own`; for every other chunk `own + (what others took) + stolen` is.
 
     `own` runs parallel to the chunks. `decoding` is what all decodes together took, `stalled` what the other chunks
-    added, and `caused` is `stalled` by the index of the chunk that caused it.
+    added, and `caused` is `stalled` by the index of the chunk that caused it. `copying` is what copies added: a part of
+    `stalled`, or of `decoding` where all are decodes, and caused by no chunk.
     """
 
     own: list[float]
@@ -37,6 +41,7 @@ class StepShares(NamedTuple):
     decoding: float
     stalled: float
     stolen: float
+    copying: float = 0.0
 
 
 def share_step(
@@ -54,17 +59,20 @@ def share_step(
     if wall_seconds > total + max(_SPREADS * predicted.spread, _LEAST_SLACK * total):
         explained = total
     scale = explained / total if total > 0.0 else 0.0
+    copying = 0.0
+    if copied_bytes:
+        copying = max(0.0, total - cost.predict(all_features._replace(copied_bytes=0)).seconds) * scale
     alone = _alone(cost, chunks, is_decode, longest)
     if all(is_decode):
         own = [min(seconds, total) * scale for seconds in alone]
-        return StepShares(own, {}, explained, 0.0, wall_seconds - explained)
+        return StepShares(own, {}, explained, 0.0, wall_seconds - explained, copying)
     decoding = min(cost.predict(decode_features).seconds, total) if longest else 0.0
     own = [min(seconds, decoding if decodes else total) * scale for seconds, decodes in zip(alone, is_decode)]
     stalled = explained - decoding * scale
     others = {index: alone[index] for index, decodes in enumerate(is_decode) if not decodes}
-    per_second = stalled / (sum(others.values()) or 1.0)
+    per_second = max(0.0, stalled - copying) / (sum(others.values()) or 1.0)
     caused = {index: seconds * per_second for index, seconds in others.items()}
-    return StepShares(own, caused, decoding * scale, stalled, wall_seconds - explained)
+    return StepShares(own, caused, decoding * scale, stalled, wall_seconds - explained, copying)
 
 
 def _features(

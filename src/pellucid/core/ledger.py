@@ -209,6 +209,7 @@ class Ledger:
         "mark",
         "misses",
         "num_cached_host",
+        "num_promoted",
         "num_recomputed",
         "num_retired",
         "num_steps",
@@ -219,7 +220,6 @@ class Ledger:
         "served",
         "since",
         "tenant",
-        "transfers",
         "waits_for",
     )
 
@@ -235,13 +235,13 @@ class Ledger:
         self.waits_for: str | None = None
         self.behind: dict[str, float] = {}
         self.behind_ahead: dict[str, float] = {}
-        self.transfers = False  # its blocks are being copied between tiers, and it can do nothing before they are there
         self.served = False  # in a committed step since it was last admitted
         self.mark = 0
         self.first: float | None = None
         self.num_steps = 0
         self.num_recomputed = 0
         self.num_cached_host = 0
+        self.num_promoted = 0  # blocks whose copy back from the host is charged
         self.misses: tuple[Miss, ...] = ()
         self.baseline: dict[Occupant, float] = {}
         self.num_retired = 0

@@ -35,12 +35,16 @@ _RESOLUTION = 1e-9  # what adding up may lose, relative to a request's time
 
 class LedgerBook:
     """The open ledgers of one scheduler. `cost` prices steps; what a request would have taken alone is the lower of
-    `cost` and `floor` (the roofline), its prompt computed in chunks of `token_budget`."""
+    `cost` and `floor` (the roofline), its prompt computed in chunks of `token_budget`. Copying a block between
+    the tiers moves `bytes_per_block`."""
 
-    def __init__(self, cost: CostModel, token_budget: int, *, floor: CostModel | None = None) -> None:
+    def __init__(
+        self, cost: CostModel, token_budget: int, *, floor: CostModel | None = None, bytes_per_block: int = 0
+    ) -> None:
         self._cost = cost
         self._floor = cost if floor is None else floor
         self._token_budget = token_budget
+        self._bytes_per_block = bytes_per_block
         self._now = 0.0  # how far time is counted
         self._num_in_flight = 0
         self._gaps = 0.0  # all time without a step in flight
@@ -144,11 +148,28 @@ class LedgerBook:
             else:
                 self._charge_running(ledger, upto=now - wall)
                 _charge_step(ledger, chunk, own, shares, decodes=decodes)
+            if copied_bytes and sequence.num_promoted > ledger.num_promoted:
+                self._charge_copies(sequence, shares, copied_bytes, decodes=decodes)
             ledger.since, ledger.gaps = now, gaps
             ledger.served = True
             ledger.num_steps += 1
             if ledger.first is None or ledger.mark:
                 self._pass_marks(sequence, chunk, now)
+
+    def _charge_copies(self, sequence: Sequence, shares: StepShares, copied_bytes: int, *, decodes: bool) -> None:
+        """The step just charged brought blocks of `sequence` back from the host: its part of what copies took goes from
+        what others took to a cause of its own."""
+        ledger = sequence.ledger
+        fresh = sequence.num_promoted - ledger.num_promoted
+        ledger.num_promoted = sequence.num_promoted
+        preempted = ledger.phase == "preempted"
+        if decodes:
+            taken_from = cause.DECODE_STALLED if shares.stalled else cause.DECODE_BATCH
+        else:
+            taken_from = cause.PREEMPTED_WAIT if preempted else cause.PREFILL_WAIT
+        part = min(shares.copying * fresh * self._bytes_per_block / copied_bytes, ledger.seconds[taken_from])
+        ledger.seconds[taken_from] -= part
+        ledger.seconds[cause.PREEMPTED_SWAP if preempted else cause.PREFILL_PROMOTE] += part
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """`sequence` lost its blocks. To be called while it still knows how much it had computed."""
@@ -160,21 +181,6 @@ class LedgerBook:
         if ledger.phase != "preempted":
             ledger.enter("preempted", now)
         ledger.waits_for = cause.PREEMPTED_WAIT
-
-    def transfer_begins(self, sequence: Sequence, now: float) -> None:
-        """From now on `sequence`, waiting or running, can do nothing until its blocks are copied. That is
-        `preempted.swap` after a preemption, and `prefill.promote` otherwise."""
-        self._advance(now)
-        self._settle(sequence)
-        sequence.ledger.transfers = True
-
-    def transfer_ends(self, sequence: Sequence, now: float) -> None:
-        """They are there."""
-        self._advance(now)
-        self._settle(sequence)
-        sequence.ledger.transfers = False
-        if sequence.ledger.waits_for is None:
-            self._fall_behind(sequence.ledger)
 
     def finish(self, sequence: Sequence, now: float) -> LedgerReport:
         """Close the ledger of a sequence that ends, running or waiting."""
@@ -274,9 +280,6 @@ class LedgerBook:
 
     def _settle_wait(self, ledger: Ledger) -> None:
         """Charge a waiting request up to now for the reason it was given, or for those of the rounds it sat through."""
-        if ledger.transfers:
-            self._charge_wait(ledger, _transfer_cause(ledger))
-            return
         if ledger.waits_for is not None:
             self._charge_wait(ledger, ledger.waits_for)
             return
@@ -414,17 +417,11 @@ def _occupant(sequence: Sequence) -> Occupant:
 
 def _idle_cause(ledger: Ledger) -> str:
     """What a running sequence waits for while it is in no step: a decode only while others are owed service first."""
-    if ledger.transfers:
-        return _transfer_cause(ledger)
     if ledger.phase == "preempted":
         return cause.PREEMPTED_WAIT
     if not ledger.served:
         return ledger.waits_for or cause.CAPACITY
     return cause.PREFILL_WAIT if ledger.first is None else cause.FAIRNESS
-
-
-def _transfer_cause(ledger: Ledger) -> str:
-    return cause.PREEMPTED_SWAP if ledger.phase == "preempted" else cause.PREFILL_PROMOTE
 
 
 def _charge_step(ledger: Ledger, chunk: Chunk, own: float, shares: StepShares, *, decodes: bool) -> None:

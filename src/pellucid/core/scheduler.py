@@ -78,7 +78,12 @@ class Scheduler:
         self.tiers = TierCosts(config, self.cost)
         self.pressure = Pressure()
         self.book = ServiceBook(config.tenants, config.fair_quantum)
-        self.ledgers = LedgerBook(self.cost, config.token_budget, floor=FittedCost(config.cost_prior))
+        self.ledgers = LedgerBook(
+            self.cost,
+            config.token_budget,
+            floor=FittedCost(config.cost_prior),
+            bytes_per_block=config.bytes_per_block,
+        )
         self.waiting = make_policy(config, self.book)
         self.running: dict[int, Sequence] = {}  # by id, in order of admission
         self.admission = Admission(config, self.cost, self.book, self.waiting, self.running)

@@ -46,9 +46,9 @@ def test_the_first_token_that_differs_is_named():
     run = run_of()
     ask(run, range(1, 14))
     changed = [1, 2, 3, 4, 5, 6, 99, 8, 9, 10, 11, 12, 13]
-    assert ask(run, changed) == (Miss(1, 3, "divergent", 6.0), Miss(3, 4, "partial"))
-    assert ask(run, [1, 2, 3, 4, 98, 6, 7, 8, 9])[0] == Miss(1, 2, "divergent", 4.0)
-    assert ask(run, [1, 9, 9, 9, 9])[0] == Miss(0, 1, "divergent", 1.0)
+    assert ask(run, changed) == (Miss(1, 3, "divergent", 6.0, there=(7, 8)), Miss(3, 4, "partial"))
+    assert ask(run, [1, 2, 3, 4, 98, 6, 7, 8, 9])[0] == Miss(1, 2, "divergent", 4.0, there=(5, 6, 7, 8))
+    assert ask(run, [1, 9, 9, 9, 9])[0] == Miss(0, 1, "divergent", 1.0, there=(2, 3, 4))
     assert ask(run, [7, 7, 7, 7, 7])[0] == Miss(0, 1, "cold"), "every prompt differs from others at its first token"
 
 

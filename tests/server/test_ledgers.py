@@ -323,3 +323,32 @@ def test_a_recording_overwrites_nothing_and_says_what_it_needs(tmp_path: Path) -
     assert path.read_text() == "mine"
     with pytest.raises(ConfigError, match="--record-text says what --record writes"):
         ServerConfig(record_text=True)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+async def test_where_a_prompt_left_the_cache_has_texts_only_for_an_operator_who_shows_texts(
+    kept: Kept, tokenizer: Tokenizer, tmp_path: Path, shown: bool
+) -> None:
+    served = ServedModel("tiny", tokenizer, LIMITS, ChatTemplate(TEMPLATE, tokenizer))
+    app = create_app(kept.client, served, ServerConfig(show_text=shown))
+    closed: list[StoredRequest] = []
+    app.state.ledgers.listeners.append(lambda ended: closed.append(ended.record))
+    first, second = [*LONG], [*LONG[:100], *reversed(LONG[100:])]
+    async with in_process(app) as client:
+        for prompt in (first, second):
+            reply = await client.post("/v1/completions", json={"model": "tiny", "prompt": prompt, "max_tokens": 2})
+            assert reply.status_code == 200, reply.text
+    async with asyncio.timeout(10):
+        while len(closed) < 2:
+            await asyncio.sleep(0.005)
+    (miss,) = [miss for miss in closed[1].ledger.misses if miss.why == "divergent"]
+    assert miss.at == 100.0
+    assert miss.there == (), "tokens are texts: they are not kept"
+    if shown:
+        assert miss.texts is not None
+        here, there = miss.texts
+        assert here == tokenizer.decode(second[100:108])[: len(here)]
+        assert there == tokenizer.decode(first[100:108])[: len(there)]
+        assert len(there) > 0
+    else:
+        assert miss.texts is None

@@ -98,7 +98,8 @@ class Miss(NamedTuple):
     """Prompt blocks `[start, end)` that did not come from the cache, and why.
 
     `cold`: nobody had computed them here. `evicted`: they were cached, until `at` (seconds from arrival; before it
-    where negative) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on.
+    where negative) when `tenant` needed the memory. `divergent`: something else is cached from token `at` on; `there`
+    are a few of its tokens, for whoever may read them, and `texts` the prompt's and the cached text from there on.
     `namespace`: they are cached, for others. `partial`: the end of the prompt that fills no block (its last token is
     always computed). `off`: the request may not use the cache.
     """
@@ -108,6 +109,8 @@ class Miss(NamedTuple):
     why: Literal["cold", "evicted", "divergent", "namespace", "partial", "off"]
     at: float | None = None
     tenant: str | None = None
+    there: tuple[int, ...] = ()
+    texts: tuple[str, str] | None = None
 
 
 class Floors(NamedTuple):

@@ -14,6 +14,7 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Hashable
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from pellucid.core.events import BlockEvent, BlockRemoved
@@ -24,6 +25,7 @@ from pellucid.core.sequence import Sequence
 _NUM_REMEMBERED = 16_384
 _NUM_LOOKED_UP = 64
 _NUM_COMPARED = 64  # cached alternatives, or namespaces, that a block is compared with
+NUM_SHOWN = 8  # tokens of what is there instead
 
 
 class Eviction(NamedTuple):
@@ -90,9 +92,11 @@ class MissBook:
         key = sequence.key(index)
         if index == 0 and self._others_have(parent, key):
             return Miss(index, index + 1, "namespace")
-        common = max((_num_common(key, other) for other in islice(parent.children or (), _NUM_COMPARED)), default=-1)
+        others = [(_num_common(key, other), other) for other in islice(parent.children or (), _NUM_COMPARED)]
+        common, other = max(others, key=itemgetter(0), default=(-1, key))
         if common > 0 or (common == 0 and index > 0):
-            return Miss(index, index + 1, "divergent", float(index * self._block_size + common))
+            at = float(index * self._block_size + common)
+            return Miss(index, index + 1, "divergent", at, there=_tokens(other, common))
         return Miss(index, index + 1, "cold")
 
     def _others_have(self, root: Node, key: Hashable) -> bool:
@@ -116,6 +120,11 @@ def _chained(digest: bytes, key: Hashable) -> bytes:
     """The digest of a block behind the one that has `digest`; as `Node.digest` makes it."""
     data = key if isinstance(key, bytes) else repr(key).encode()
     return hashlib.blake2b(data, digest_size=16, key=digest).digest()
+
+
+def _tokens(key: Hashable, start: int) -> tuple[int, ...]:
+    """Some of a key's tokens; none of a key that is no token bytes."""
+    return tuple(memoryview(key).cast("i")[start : start + NUM_SHOWN]) if isinstance(key, bytes) else ()
 
 
 def _num_common(one: Hashable, other: Hashable) -> int:

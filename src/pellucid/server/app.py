@@ -84,7 +84,8 @@ def create_app(
         vllm_model=served.name if config.metrics_compat == "vllm" else None,
     )
     engine.on_steps(metrics.steps)
-    ledgers = LedgerDesk(engine)
+    decode = served.tokenizer.decode if config.show_text else None
+    ledgers = LedgerDesk(engine, decode)
     ledgers.listeners.append(lambda ended: metrics.ended(ended.record))
     if spans is not None:
         ledgers.listeners.append(lambda ended: spans.send(ended.record, ended.trace))
@@ -102,7 +103,6 @@ def create_app(
     app.state.metrics = metrics
     app.state.tenancy = tenancy
     app.state.ledgers = ledgers
-    decode = served.tokenizer.decode if config.show_text else None
     subject = Subject(served.name, __version__, served.limits, machine, decode)
     app.state.feed = LiveFeed(engine, subject, metrics.recent)
     app.add_middleware(_Envelope, metrics=metrics)

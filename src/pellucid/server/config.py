@@ -57,7 +57,11 @@ class ServerConfig:
         default="on", metadata={"help": "The page at / that shows what the engine is doing, and the stream behind it."}
     )
     show_text: bool = field(
-        default=False, metadata={"help": "Show the beginnings of prompts on the ops page.", "flag": "--show-text"}
+        default=False,
+        metadata={
+            "help": "Show the beginnings of prompts on the ops page, and in ledgers where they left what was cached.",
+            "flag": "--show-text",
+        },
     )
     max_choices: int = 128
     max_body_bytes: int = 64 << 20

@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from pellucid.core import ledger as cause
 from pellucid.core.events import Finished
-from pellucid.core.ledger import Causes, Floors, LedgerReport, Phase, TokenCounts
+from pellucid.core.ledger import Causes, Floors, LedgerReport, Miss, Phase, TokenCounts
 from pellucid.core.request import Request
 from pellucid.engine.client import EngineClient
 from pellucid.server.streaming import Outlet
@@ -75,7 +76,7 @@ class OpenLedger:
     def finished(self, report: LedgerReport | None) -> None:
         """The engine closed its half; None if it kept none."""
         if report is not None:
-            self._report = report
+            self._report = self._desk.worded(report, self.request.prompt)
         self._reported.set()
 
     def ended(self, reason: str) -> None:
@@ -143,9 +144,10 @@ class OpenLedger:
 
 class LedgerDesk:
     """All ledgers of a server, open and closed. `listeners` are called with each that closes, on the event loop: they
-    must not wait for anything."""
+    must not wait for anything. `decode` turns token ids into text and is None unless texts may be shown."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: EngineClient, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        self._decode = decode
         self.listeners: list[Callable[[Served], None]] = []
         self.store: Path | None = None  # where closed ledgers can be read that are not at hand any more
         self._engine = engine
@@ -182,6 +184,18 @@ class LedgerDesk:
         """Whose request this is, if its ledger is still open."""
         opened = self._open.get(request_id)
         return None if opened is None else opened.request.tenant
+
+    def worded(self, report: LedgerReport, prompt: Sequence[int]) -> LedgerReport:
+        """The report with texts where prompts left what was cached, and without the tokens that they are made of."""
+        if not any(miss.there for miss in report.misses):
+            return report
+        return replace(report, misses=tuple(self._worded(miss, prompt) for miss in report.misses))
+
+    def _worded(self, miss: Miss, prompt: Sequence[int]) -> Miss:
+        if self._decode is None or not miss.there or miss.at is None:
+            return miss._replace(there=())
+        here = prompt[int(miss.at) : int(miss.at) + len(miss.there)]
+        return miss._replace(there=(), texts=(self._decode(here), self._decode(miss.there)))
 
     async def find(self, request_id: str) -> StoredRequest | None:
         """A closed ledger, from memory or from the store."""

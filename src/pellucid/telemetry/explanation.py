@@ -7,6 +7,7 @@ in one table a language. What a tenant may not know (who else is there) `redacte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -141,15 +142,22 @@ def _cache(report: LedgerReport, words: Mapping[str, str]) -> list[str]:
     tokens, floors = report.tokens, report.floors
     if tokens.cached:
         saved = _time(floors.without_cache - floors.with_cache)
-        return [words["hit"].format(cached=f"{tokens.cached:,}", prompt=f"{tokens.prompt:,}", saved=saved)]
+        said = [words["hit"].format(cached=f"{tokens.cached:,}", prompt=f"{tokens.prompt:,}", saved=saved)]
+        return said + [_missed(miss, words) for miss in report.misses if miss.texts is not None]
     misses = [miss for miss in report.misses if miss.why != "partial"]
     if not misses:
         return []
-    miss = max(misses, key=lambda m: m.end - m.start)
+    return [_missed(max(misses, key=lambda m: m.end - m.start), words)]
+
+
+def _missed(miss: Miss, words: Mapping[str, str]) -> str:
     ago = _time(-miss.at) if miss.at is not None and miss.why == "evicted" else ""
     place = f"{miss.at:,.0f}" if miss.at is not None and miss.why == "divergent" else ""
     whose = words["tenant"].format(tenant=miss.tenant) if miss.tenant else words["somebody"]
-    return [words["miss." + miss.why].format(ago=ago, place=place, whose=whose)]
+    if miss.texts is not None:
+        here, there = (json.dumps(text, ensure_ascii=False) for text in miss.texts)
+        return words["miss.texts"].format(place=place, here=here, there=there)
+    return words["miss." + miss.why].format(ago=ago, place=place, whose=whose)
 
 
 def _whose(blocker: Blocker, words: Mapping[str, str]) -> str:
@@ -245,6 +253,7 @@ _ENGLISH = {
     "miss.cold": "Nothing of its prompt was in the cache: nobody had asked it here before.",
     "miss.evicted": "Its prompt had been in the cache until {ago} before it came, when {whose} needed the memory.",
     "miss.divergent": "Its prompt left what was cached at token {place}.",
+    "miss.texts": "Its prompt left what was cached at token {place}: it goes on with {here}, and in the cache is {there}.",
     "miss.namespace": "Its prompt was in the cache, but only for others.",
     "miss.off": "It was not allowed to use the cache.",
     "prompt": "{of_tenant} {num}-token prompt ({id})",
@@ -276,6 +285,7 @@ _CHINESE = {
     "miss.cold": "提示词完全不在缓存中：这里此前没有人发送过。",
     "miss.evicted": "提示词曾在缓存中，在请求到达前 {ago} 因{whose}需要内存而被淘汰。",
     "miss.divergent": "提示词从第 {place} 个 token 起与缓存内容不同。",
+    "miss.texts": "提示词从第 {place} 个 token 起与缓存内容不同：提示词接下来是 {here}，缓存中是 {there}。",
     "miss.namespace": "提示词在缓存中，但只属于其他租户。",
     "miss.off": "该请求不允许使用缓存。",
     "prompt": "{of_tenant} {num} 个 token 的提示词（{id}）",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pellucid.core.ledger import LedgerReport
+from pellucid.core.ledger import LedgerReport, Miss
 
 
 def reply_fields(report: LedgerReport) -> dict[str, Any]:
@@ -28,7 +28,16 @@ def all_fields(report: LedgerReport) -> dict[str, Any]:
         "phases": [phase._asdict() | {"causes": dict(phase.causes)} for phase in report.phases],
         "num_steps": report.num_steps,
         "num_preemptions": report.num_preemptions,
-        "misses": [miss._asdict() for miss in report.misses],
+        "misses": [_miss(miss) for miss in report.misses],
         "blockers": [blocker._asdict() for blocker in report.blockers],
         "first_token_blockers": [blocker._asdict() for blocker in report.first_blockers],
     }
+
+
+def _miss(miss: Miss) -> dict[str, Any]:
+    """With `texts` ([the prompt's, the cached one's]) only where they are known; tokens are the server's business."""
+    fields = miss._asdict()
+    del fields["there"]
+    if miss.texts is None:
+        del fields["texts"]
+    return fields

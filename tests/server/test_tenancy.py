@@ -239,6 +239,31 @@ async def test_a_public_head_is_shared_by_those_who_may(http: httpx.AsyncClient,
     assert [request.num_public_blocks for request in engine.requests[-2:]] == [shared.num_public_blocks, 0]
 
 
+async def test_tenants_share_the_computed_public_head_and_nothing_behind_it(
+    executor: Watched, tokenizer: Tokenizer, path: Path
+) -> None:
+    path.write_text(FILE + 'public_prefixes = ["fox"]\n')
+    client = LocalClient(Engine(Scheduler(LIMITS), executor, time.monotonic))
+    served = ServedModel("tiny", tokenizer, LIMITS, ChatTemplate(TEMPLATE, tokenizer))
+    tenancy = Tenancy.of_file(path, served, api_key=None, state_directory=path.parent / "state")
+    app = create_app(client, served, ServerConfig(tenants=path), tenancy)
+
+    async def cached(key: str, question: str) -> int:
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        asked = {"messages": messages, "max_tokens": 1}
+        reply = await http.post("/v1/chat/completions", json=asked, headers=bearer(key))
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with listening(app) as url, httpx.AsyncClient(base_url=url) as http:
+        question = "Which animal is lazy, and which one jumps over it? " * 3
+        assert await cached(ACME.key, question) == 0
+        public = await cached(LAB.key, question)
+        own = await cached(ACME.key, question)
+        assert 0 < public < own, "the same words of another tenant are as good as not there, but for the public head"
+        assert await cached(LAB.key, "What does the fox say? " * 5) == public
+        assert await cached(LAB.key, question) == own
+
+
 async def test_priority_is_honoured_down_to_the_ceiling(http: httpx.AsyncClient, engine: FakeEngine) -> None:
     for priority in (-3, 0, 7):
         assert (await complete(http, priority=priority)).status_code == 200

@@ -57,7 +57,7 @@ def test_a_tenant_cannot_tell_what_others_have_in_the_cache():
         (Miss(0, 9, "divergent", 37.0), "left what was cached at token 37"),
         (
             Miss(0, 9, "divergent", 37.0, texts=('today is "Monday"', " today is")),
-            r'at token 37: it goes on with "today is \"Monday\"", and in the cache is " today is".',
+            r'at token 37: it goes on with "today is \"Monday\"", the cache with " today is".',
         ),
         (Miss(0, 9, "namespace"), "only for others"),
         (Miss(0, 9, "off"), "not allowed"),

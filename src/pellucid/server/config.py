@@ -59,7 +59,7 @@ class ServerConfig:
     show_text: bool = field(
         default=False,
         metadata={
-            "help": "Show the beginnings of prompts on the ops page, and in ledgers where they left what was cached.",
+            "help": "Show the beginnings of prompts on the ops page, and in ledgers where they left the cached text.",
             "flag": "--show-text",
         },
     )

@@ -253,7 +253,7 @@ _ENGLISH = {
     "miss.cold": "Nothing of its prompt was in the cache: nobody had asked it here before.",
     "miss.evicted": "Its prompt had been in the cache until {ago} before it came, when {whose} needed the memory.",
     "miss.divergent": "Its prompt left what was cached at token {place}.",
-    "miss.texts": "Its prompt left what was cached at token {place}: it goes on with {here}, and in the cache is {there}.",
+    "miss.texts": "Its prompt left what was cached at token {place}: it goes on with {here}, the cache with {there}.",
     "miss.namespace": "Its prompt was in the cache, but only for others.",
     "miss.off": "It was not allowed to use the cache.",
     "prompt": "{of_tenant} {num}-token prompt ({id})",

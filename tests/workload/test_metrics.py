@@ -25,10 +25,12 @@ def delta(content: str | None = None, finish: str | None = None, **more: object)
     return {"choices": [{"index": 0, "delta": inner, "finish_reason": finish}]}
 
 
-def text(content: str, num_tokens: int | None = None, finish: str | None = None) -> dict[str, object]:
+def text(
+    content: str, num_tokens: int | None = None, finish: str | None = None, *, by_number: bool = False
+) -> dict[str, object]:
     choice: dict[str, object] = {"index": 0, "text": content, "finish_reason": finish}
     if num_tokens is not None:
-        choice["token_ids"] = [7] * num_tokens
+        choice |= {"num_tokens": num_tokens} if by_number else {"token_ids": [7] * num_tokens}
     return {"choices": [choice]}
 
 
@@ -62,12 +64,13 @@ def record_of(stream: ReplyStream, *, scheduled: float = 0.0, sent: float = 0.0,
     )
 
 
-def test_multi_token_chunks() -> None:
+@pytest.mark.parametrize("by_number", [False, True])
+def test_multi_token_chunks(by_number: bool) -> None:
     """Chunks of 1, 3 and 2 tokens at 1.0, 1.3 and 1.5; due at 0.2, sent at 0.5."""
     stream = play(
-        (1.0, sse(text("a", 1))),
-        (1.3, sse(text("bcd", 3))),
-        (1.5, sse(text("ef", 2, "length"))),
+        (1.0, sse(text("a", 1, by_number=by_number))),
+        (1.3, sse(text("bcd", 3, by_number=by_number))),
+        (1.5, sse(text("ef", 2, "length", by_number=by_number))),
         (1.6, sse(usage(6))),
         (1.7, sse(b"[DONE]")),
     )

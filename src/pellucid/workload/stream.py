@@ -1,9 +1,9 @@
 """What a streamed reply said, and when: server-sent events in, stamped token-bearing chunks out.
 
 Bytes are stamped where they are read; every event completed by the same read carries that read's time. A chunk bears
-tokens if the server says so (`token_ids`, or a `completion_tokens` that grew), else if it carries text of any kind:
-answer, reasoning or tool call. A role-only first chunk, an empty delta, a usage chunk, a keep-alive comment and
-`[DONE]` bear none. A stream is complete when it said `[DONE]` or gave a finish reason; one that ends otherwise is
+tokens if the server says so (`token_ids`, Pellucid's `num_tokens`, or a `completion_tokens` that grew), else if it
+carries text of any kind: answer, reasoning or tool call. A role-only first chunk, an empty delta, a usage chunk, a
+keep-alive comment and `[DONE]` bear none. A stream is complete when it said `[DONE]` or gave a finish reason; one that ends otherwise is
 recorded as cut, never as a success.
 """
 
@@ -47,6 +47,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
     finish_reason: str | None = None
     token_ids: list[int] | None = None
+    num_tokens: int | None = None
 
 
 class _Event(msgspec.Struct):
@@ -160,7 +161,9 @@ class ReplyStream:
         thought = delta is not None and (
             delta.reasoning or delta.reasoning_content or delta.tool_calls or delta.function_call
         )
-        num_tokens = len(choice.token_ids) if choice.token_ids is not None else grown
+        num_tokens = choice.num_tokens if choice.num_tokens is not None else grown
+        if choice.token_ids is not None:
+            num_tokens = len(choice.token_ids)
         if num_tokens or (num_tokens is None and (answer or thought)):
             self.chunks.append(Chunk(at, num_tokens))
             if answer and self.first_answer_at is None:

@@ -3,8 +3,8 @@
 Bytes are stamped where they are read; every event completed by the same read carries that read's time. A chunk bears
 tokens if the server says so (`token_ids`, Pellucid's `num_tokens`, or a `completion_tokens` that grew), else if it
 carries text of any kind: answer, reasoning or tool call. A role-only first chunk, an empty delta, a usage chunk, a
-keep-alive comment and `[DONE]` bear none. A stream is complete when it said `[DONE]` or gave a finish reason; one that ends otherwise is
-recorded as cut, never as a success.
+keep-alive comment and `[DONE]` bear none. A stream is complete when it said `[DONE]` or gave a finish reason; one that
+ends otherwise is recorded as cut, never as a success.
 """
 
 from __future__ import annotations

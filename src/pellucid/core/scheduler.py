@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 
@@ -51,6 +50,7 @@ from pellucid.core.policy import WINDOW, make_policy
 from pellucid.core.preemption import choose_victim
 from pellucid.core.pressure import Pressure
 from pellucid.core.request import Request
+from pellucid.core.room import Room
 from pellucid.core.sequence import Sequence, Status
 from pellucid.core.service import ServiceBook
 from pellucid.core.shared_prefix import PrefixClaims
@@ -97,6 +97,7 @@ class Scheduler:
             on_block_event=self._note_block,
         )
         self.misses = MissBook(self.kv.tree, config.block_size)
+        self.room = Room(config, self.kv, self.running, self.waiting, self.book, self.pressure)
         self._set_shares(config.tenants)
         self.claims = PrefixClaims(config.block_size)
         self.in_flight: deque[Launched] = deque()
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _serve_prompts(self, draft: Draft, whole: Bound, now: float) -> None:
         """Share what the draft leaves among prompts: half to short ones first, then all in the policy's order."""
-        draft.promised = sum(self._num_promised(sequence) for sequence in self.running.values())
+        draft.promised = sum(self.room.num_promised(sequence) for sequence in self.running.values())
         for sequence in self.waiting.window():
             sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
         half = draft.bound(SHORT_SHARE)
@@ -311,9 +312,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, draft: Draft, now: float) -> bool:
         """Start a waiting sequence if slots, memory and its tenant's limits allow it, preempting whoever must give way.
 
-        It is admitted only if all its tokens fit beside what every running one needs up to its next token: otherwise
-        prompts would be started that preempt each other half way. One that does not fit is passed by others, within a
-        bound.
+        One that does not fit (`core/room.py`) is passed by others, within a bound.
         """
         head = self._head
         passes = head is not None and head.id < sequence.id
@@ -321,15 +320,15 @@ class Scheduler:
         if head is not None and closed and not self.waiting.may_pass(sequence, head):
             self.ledgers.waits(sequence, ledger.MEMORY)
             return False
-        if self._at_tenant_limit(sequence):
+        if self.room.at_tenant_limit(sequence):
             self.ledgers.waits(sequence, ledger.TENANT_LIMIT)
             return False
         match = self._match_unless_awaiting(sequence)
         if match is None:
             self.ledgers.waits(sequence, ledger.SHARED_PREFIX)
             return False
-        if not self._fits(sequence, match, draft):
-            victims = self._victims_for(sequence, match, draft)
+        if not self.room.fits(sequence, match, draft):
+            victims = self.room.victims_for(sequence, match, draft)
             if not victims:
                 full = len(self.running) >= self.config.max_running
                 self.ledgers.waits(sequence, ledger.CAPACITY if full else ledger.MEMORY)
@@ -338,7 +337,7 @@ class Scheduler:
                     self._head = sequence
                 return False
             for victim in victims:
-                draft.promised -= self._num_promised(victim)
+                draft.promised -= self.room.num_promised(victim)
                 self._preempt(victim, draft, now)
         if head is sequence:
             self._head = None
@@ -346,54 +345,12 @@ class Scheduler:
             head.num_overtaken += 1
         self._start(sequence, match, now)
         draft.num_moved = self.kv.num_moves
-        draft.promised += self._num_promised(sequence)
+        draft.promised += self.room.num_promised(sequence)
         return True
-
-    def _fits(self, sequence: Sequence, match: PrefixMatch, draft: Draft, *, without: int = 0, freed: int = 0) -> bool:
-        """Whether `sequence` can start; also if `without` running ones were gone and `freed` blocks with them."""
-        num_running = len(self.running) - without
-        if num_running >= self.config.max_running:
-            return False
-        if self.pressure.storm and num_running and sequence.num_preemptions == 0:
-            return False
-        kept_free = draft.promised + self.pressure.headroom * num_running
-        return self.kv.can_attach(match, self._num_needed(sequence), kept_free - freed)
-
-    def _victims_for(self, sequence: Sequence, match: PrefixMatch, draft: Draft) -> list[Sequence]:
-        """Those who must give way so that `sequence` fits, or nobody if all of them would not be enough: who is
-        preempted for nothing starts again, and loses its work again, for ever."""
-        willing = partial(self.waiting.owed, sequence)
-        left, victims, freed = dict(self.running), [], 0
-        while victim := choose_victim(left.values(), self.waiting.victim_key, willing=willing):
-            del left[victim.id]
-            victims.append(victim)
-            freed += self.kv.num_held_alone(victim, match) + self._num_promised(victim)
-            if self._fits(sequence, match, draft, without=len(victims), freed=freed):
-                return victims
-        return []
 
     def _max_overtakes(self, head: Sequence) -> int:
         """Who was preempted is passed by nobody: newcomers would evict what is still cached of it."""
         return 0 if head.num_preemptions else self.config.max_overtakes
-
-    def _at_tenant_limit(self, sequence: Sequence) -> bool:
-        """Whether the sequence's tenant runs as many requests, or holds as many blocks, as it may."""
-        account = self.book.account(sequence.request.tenant)
-        tenant = account.tenant
-        if tenant.max_running is not None and account.num_running >= tenant.max_running:
-            return True
-        if tenant.kv_share == 1.0 or account.num_running == 0:
-            return False
-        held = sum(len(s.block_table) for s in self.running.values() if s.request.tenant == tenant.name)
-        return held + self.kv.num_blocks_for(self._num_needed(sequence)) > tenant.kv_share * self.config.num_blocks
-
-    def _num_promised(self, sequence: Sequence) -> int:
-        """Blocks a running sequence still needs for the tokens it has and the next one."""
-        return self.kv.num_blocks_missing(sequence, self._num_needed(sequence))
-
-    def _num_needed(self, sequence: Sequence) -> int:
-        """Slots for what the sequence will have after its next sample; the last token of all is never computed on."""
-        return min(max(sequence.num_known, sequence.num_tokens + 1), sequence.max_length - 1)
 
     def _match_unless_awaiting(self, sequence: Sequence) -> PrefixMatch | None:
         """The sequence's cached prefix, or None while another sequence is computing the block that would follow it."""

@@ -24,6 +24,7 @@ from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine.engine import Engine
 from pellucid.engine.local import LocalClient
+from pellucid.server import app as app_module
 from pellucid.server.app import create_app
 from pellucid.server.config import ServedModel, ServerConfig
 from pellucid.telemetry.recorder import StepRecorder
@@ -260,3 +261,23 @@ async def test_openai_sync_client(stack: Stack) -> None:
 
     await asyncio.to_thread(talk)
     await stack.idle()
+
+
+async def test_replies_that_do_not_end_before_a_shutdown_are_told_so(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "GRACE_SECONDS", 0.2)
+    stack = Stack(tokenizer)
+    stack.executor.seconds = 0.005
+    asked = {"prompt": "the", "max_tokens": 1900, "ignore_eos": True}
+    async with httpx.AsyncClient(timeout=30) as http:
+        async with asyncio.timeout(10), listening(stack.app) as url:
+            whole = asyncio.create_task(http.post(url + "/v1/completions", json=asked))
+            streamed = asyncio.create_task(http.post(url + "/v1/completions", json=asked | {"stream": True}))
+            while stack.engine.stats().num_running < 2:
+                await asyncio.sleep(0.005)
+        reply = await whole
+        assert reply.status_code == 503
+        assert "stopped" in reply.json()["error"]["message"]
+        events = [line for line in (await streamed).text.splitlines() if line]
+        assert "stopped" in json.loads(events[-1].removeprefix("data: "))["error"]["message"], events[-2:]

@@ -51,6 +51,7 @@ from pellucid.telemetry.spans import RequestSpans
 
 log = logging.getLogger("pellucid.server")
 MOST_STEPS = 100_000
+GRACE_SECONDS = 5
 _ID_PREFIXES = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -103,6 +104,7 @@ def create_app(
     app.state.metrics = metrics
     app.state.tenancy = tenancy
     app.state.ledgers = ledgers
+    app.state.engine = engine
     subject = Subject(served.name, __version__, served.limits, machine, decode)
     app.state.feed = LiveFeed(engine, subject, metrics.recent)
     app.add_middleware(_Envelope, metrics=metrics)
@@ -116,8 +118,9 @@ def create_app(
 
 
 def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
-    """A uvicorn server for the application; `run()` or `await serve()` it. Open replies get 5 s to end at shutdown; the
-    live stream, which has no end of its own, is ended."""
+    """A uvicorn server for the application; `run()` or `await serve()` it. At shutdown open replies get `GRACE_SECONDS`
+    to end; then the engine is stopped, and those still open end as when it dies, with an error that says so. The live
+    stream, which has no end of its own, is ended at once."""
     return _Server(
         uvicorn.Config(
             app,
@@ -128,15 +131,22 @@ def make_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
             ws="none",
             access_log=False,
             log_level="warning",
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=2 * GRACE_SECONDS,  # uvicorn's cancels, and the client sees no reason
         )
     )
 
 
 class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.state.feed.close()  # type: ignore[union-attr]
+        state = self.config.app.state  # type: ignore[union-attr]
+        state.feed.close()
+        stopping: list[asyncio.Task[None]] = []
+        timer = asyncio.get_running_loop().call_later(
+            GRACE_SECONDS, lambda: stopping.append(asyncio.create_task(state.engine.close()))
+        )
         await super().shutdown(sockets)
+        timer.cancel()
+        await asyncio.gather(*stopping)
 
 
 class _Routes:

@@ -111,7 +111,7 @@ class RemoteClient:
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)
-        self._die("the server shuts down")
+        self._die("the engine was stopped")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -28,13 +28,15 @@ from typing import Any
 
 import httpx
 
-from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.assembly import build_engine
+from pellucid.build import load_model, plan_engine
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.plan import StepPlan, StepResult
 from pellucid.core.request import Request, SamplingParams
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine.engine import Engine
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.settings import EngineSettings
 
 BLOCK = 20  # steps with, then as many without
 

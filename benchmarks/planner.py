@@ -27,7 +27,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.assembly import build_engine
+from pellucid.build import load_model, plan_engine
 from pellucid.cli.measure import with_timings
 from pellucid.cli.plan import load_shape
 from pellucid.core.request import Request, SamplingParams
@@ -36,6 +37,7 @@ from pellucid.models.config import ModelConfig
 from pellucid.planner.profile import default_path, read_profile
 from pellucid.planner.roofline import Roofline, chunks, decode
 from pellucid.runtime.step_timing import Batch, StepTiming, standard_batches, time_steps
+from pellucid.settings import EngineSettings
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (128, 512, 2048, 8192)

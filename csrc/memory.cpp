@@ -1,9 +1,17 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <mutex>
 #include <new>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // older headers; the kernel decides
+#endif
 
 namespace pellucid {
 namespace {
@@ -58,6 +66,27 @@ Part::Part(size_t bytes) : bytes_((bytes + 63) / 64 * 64) {
   }
   data_ = whole_->as<char>() + used;
   used += bytes_;
+}
+
+Populating::Populating(void* start, size_t count, size_t bytes) {
+  thread_ = std::thread([=, this] {
+    setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), 19);
+    char* const first = static_cast<char*>(start);
+    for (size_t offset = 0; offset < bytes; offset += kHugePage)
+      for (size_t i = 0; i < count && !stopping_.load(std::memory_order_relaxed); ++i) {
+        // Whole pages of 4 KiB: those at an array's ends may be its neighbour's too, which does no harm.
+        const auto begin = reinterpret_cast<uintptr_t>(first + i * bytes + offset) & ~uintptr_t{4095};
+        const auto end = reinterpret_cast<uintptr_t>(first + i * bytes + std::min(offset + kHugePage, bytes));
+        // Refused before Linux 5.14: then pages are handed out when they are first used.
+        if (madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE) != 0) return;
+      }
+    done_.store(true, std::memory_order_release);
+  });
+}
+
+Populating::~Populating() {
+  stopping_.store(true, std::memory_order_relaxed);
+  thread_.join();
 }
 
 }  // namespace pellucid

@@ -2,9 +2,11 @@
 // are streamed at memory speed, and the hardware prefetcher stops at the end of a page.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <thread>
 
 namespace pellucid {
 
@@ -50,6 +52,23 @@ class Part {
   std::shared_ptr<Buffer> whole_;
   void* data_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// Has the system hand out a region's pages in the background, at the lowest priority: a fresh huge page takes milliseconds
+// of clearing on some virtual machines, which a step should not wait for. What is written meanwhile stays.
+//
+// The region holds `count` arrays of `bytes` that are used from their beginnings on, so their first pages come first.
+class Populating {
+ public:
+  Populating(void* start, size_t count, size_t bytes);
+  ~Populating();  // stops, within the time of a page
+  Populating(const Populating&) = delete;
+  Populating& operator=(const Populating&) = delete;
+  bool done() const { return done_.load(std::memory_order_acquire); }
+
+ private:
+  std::atomic<bool> stopping_{false}, done_{false};
+  std::thread thread_;
 };
 
 }  // namespace pellucid

@@ -10,6 +10,7 @@
 
 #include "decoder.h"
 #include "isa.h"
+#include "memory.h"
 #include "operations.h"
 #include "packing.h"
 #include "probe.h"
@@ -219,6 +220,17 @@ void bind_cpu(nb::module_& m) {
       .def("probe", &Cpu::probe, release());
 }
 
+void bind_memory(nb::module_& m) {
+  nb::class_<Populating>(m, "Populating")
+      .def(
+          "__init__",
+          [](Populating* self, nb::object /*owner*/, uintptr_t start, size_t count, size_t bytes) {
+            new (self) Populating(at<void>(start), count, bytes);
+          },
+          nb::keep_alive<1, 2>(), "owner"_a, "start"_a, "count"_a, "bytes"_a)
+      .def_prop_ro("done", &Populating::done);
+}
+
 void bind_decoder(nb::module_& m) {
   nb::class_<Decoder>(m, "Decoder")
       .def(
@@ -267,5 +279,6 @@ NB_MODULE(_native, m) {
   m.def("best_isa", [] { return isa_name(best_isa()); });
   bind_weight(m);
   bind_cpu(m);
+  bind_memory(m);
   bind_decoder(m);
 }

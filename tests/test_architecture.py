@@ -20,11 +20,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"kernels", "core"},
     "runtime": {"models", "kernels", "engine", "core"},
     "sim": {"engine", "core"},
+    "settings": {"runtime", "planner", "core"},
     "sizing": {"runtime", "models", "kernels", "planner", "core"},
-    "build": {"sizing", "runtime", "models", "kernels", *SIBLINGS, "core"},
+    "build": {"settings", "sizing", "runtime", "models", "kernels", *SIBLINGS, "core"},
+    "assembly": {"settings", "runtime", *SIBLINGS, "core"},
     "server": {"build", "models", *SIBLINGS, "core"},
-    "llm": {"build", "models", *SIBLINGS, "core"},
-    "cli": {"llm", "server", "build", "sizing", "runtime", "models", *SIBLINGS, "core"},
+    "llm": {"assembly", "build", "settings", "models", *SIBLINGS, "core"},
+    "cli": {"llm", "server", "assembly", "build", "settings", "sizing", "runtime", "models", *SIBLINGS, "core"},
 }
 CORE_FORBIDDEN = {"time", "random", "threading", "logging", "os"}
 TORCH_ROOMS = {"runtime", "models", "kernels"}
@@ -72,7 +74,21 @@ def test_libraries_stay_where_they_belong(path):
 
 
 @pytest.mark.parametrize(
-    "room", ["core", "engine", "sim", "workload", "planner", "text", "server", "cli", "build", "sizing"]
+    "room",
+    [
+        "core",
+        "engine",
+        "sim",
+        "workload",
+        "planner",
+        "text",
+        "server",
+        "cli",
+        "build",
+        "assembly",
+        "settings",
+        "sizing",
+    ],
 )
 def test_importing_a_room_does_not_load_torch(room):
     code = f"""

@@ -11,12 +11,12 @@ import pytest
 from gguf import GGUFWriter
 
 from pellucid import sizing
-from pellucid.build import EngineSettings
 from pellucid.core.errors import ConfigError
 from pellucid.models.config import ARCHITECTURES, GGUF_ARCHITECTURES, load_model_config
 from pellucid.planner.memory import Batching
 from pellucid.planner.named_shapes import named_shapes
 from pellucid.runtime.config import ELEMENT_BYTES, RuntimeConfig
+from pellucid.settings import EngineSettings
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 500,

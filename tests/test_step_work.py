@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pellucid.build import EngineSettings, machine_use, step_work
+from pellucid.build import machine_use, step_work
 from pellucid.core.cost import StepFeatures
 from pellucid.planner.hardware import Device
 from pellucid.planner.named_shapes import shape_by_name
 from pellucid.planner.profile import MachineProfile, MatrixPeak, ReadBandwidth, state_directory, write_profile
 from pellucid.planner.roofline import Roofline
+from pellucid.settings import EngineSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

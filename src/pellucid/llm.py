@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from pellucid.build import EngineSettings, LoadedModel, build_engine, load_model, plan_engine
+from pellucid.assembly import build_engine
+from pellucid.build import LoadedModel, load_model, plan_engine
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
 from pellucid.core.events import Finished, FinishReason, TokensGenerated
 from pellucid.core.request import Request, SamplingParams
 from pellucid.engine.engine import Engine
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.settings import EngineSettings
 from pellucid.text.detokenizer import Detokenizer
 from pellucid.text.stop import StopMatcher
 

@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pellucid.build import EngineSettings
 from pellucid.cli.options import settings_options
+from pellucid.settings import EngineSettings
 
 seen: list[EngineSettings] = []
 app = typer.Typer(pretty_exceptions_enable=False)

@@ -62,3 +62,18 @@ def broken_model(progress: Callable[[str], None]) -> Engine:
 def killed_at_start(progress: Callable[[str], None]) -> Engine:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
+
+
+_warm: list[str] = []
+
+
+def warm_up() -> None:
+    _warm.append("warm")
+
+
+def warm_engine(progress: Callable[[str], None]) -> Engine:
+    return Engine(Scheduler(CONFIG), SlowExecutor(64, 4, 0.002), time.monotonic, description="".join(_warm))
+
+
+def broken_library() -> None:
+    raise ImportError("no such library")

@@ -20,6 +20,7 @@ from pellucid.core.events import Finished, Queued, TokensGenerated
 from pellucid.core.request import Request, SamplingParams
 from pellucid.core.tenants import Tenant
 from pellucid.engine.local import LocalClient
+from pellucid.engine.process import EngineProcess
 from pellucid.engine.remote import RemoteClient
 
 
@@ -259,3 +260,32 @@ if __name__ == "__main__":
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)
     raise AssertionError("the engine process lives on without its parent")
+
+
+async def test_a_process_warms_up_before_it_knows_what_to_build():
+    process = EngineProcess(builders.warm_up)
+    client = RemoteClient(builders.warm_engine, process=process)
+    await client.wait_ready()
+    assert client.description == "warm"
+    await client.close()
+
+
+async def test_a_process_that_cannot_warm_up_says_why():
+    client = RemoteClient(builders.fake_engine, process=EngineProcess(builders.broken_library))
+    with pytest.raises(EngineDead, match="no such library"):
+        async with asyncio.timeout(20):
+            await client.wait_ready()
+    await client.close()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_process_without_orders_ends_with_its_starter(closed):
+    process = EngineProcess()
+    if closed:
+        process.close()
+        process.close()
+    else:
+        process._orders.close()  # as when the starter is gone
+    process.process.join(timeout=20)
+    assert process.process.exitcode == (-signal.SIGKILL if closed else 0)
+    process.close()

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from pellucid.build import EngineSettings
 from pellucid.cli.generate import MaxTokens, ModelOption, Temperature
 from pellucid.cli.options import settings_options
 from pellucid.cli.progress import loading, stderr
@@ -14,6 +13,7 @@ from pellucid.core.errors import RequestRejected
 from pellucid.core.request import SamplingParams
 from pellucid.llm import LLM, Completion
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.settings import EngineSettings
 
 
 @settings_options(EngineSettings)

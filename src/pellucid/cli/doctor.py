@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.text import Text
 
 from pellucid import __version__
-from pellucid.build import EngineSettings
 from pellucid.cli.diagnosis import Facts, Finding, findings
 from pellucid.cli.fetch import MODEL_HELP
 from pellucid.cli.measure import machine_rates
@@ -34,6 +33,7 @@ from pellucid.planner.profile import MachineProfile, default_path, profile_from,
 from pellucid.planner.quantity import format_bytes, format_seconds
 from pellucid.runtime.config import RuntimeConfig, processor_flags
 from pellucid.runtime.machine import Machine, look, missing_for_native
+from pellucid.settings import EngineSettings
 
 _SECONDS_EACH = 0.3
 # Where no model is named: one whose sizes suit every kernel.

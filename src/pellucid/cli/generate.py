@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from pellucid.build import EngineSettings
 from pellucid.cli.fetch import MODEL_HELP
 from pellucid.cli.options import settings_options
 from pellucid.cli.progress import loading, stderr
 from pellucid.core.request import SamplingParams
 from pellucid.llm import LLM, Completion
 from pellucid.models.sources import DEFAULT_MODEL
+from pellucid.settings import EngineSettings
 
 ModelOption = Annotated[str, typer.Option("--model", help=MODEL_HELP, envvar="PELLUCID_MODEL", show_envvar=False)]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]

@@ -21,7 +21,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pellucid import __version__
-from pellucid.build import EngineSettings, build_engine, load_model, plan_engine
+from pellucid.assembly import build_engine
+from pellucid.build import load_model, plan_engine
 from pellucid.cli.plan import load_shape
 from pellucid.models.sources import DEFAULT_MODEL
 from pellucid.planner.hardware import Overheads
@@ -30,6 +31,7 @@ from pellucid.planner.profile import MachineProfile, default_path, profile_from,
 from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
 from pellucid.planner.shape import ModelShape
 from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
+from pellucid.settings import EngineSettings
 
 _ENGINE_SECONDS = 60.0
 _BLOCK_SIZE = 16
@@ -48,7 +50,7 @@ def measure(
 ) -> None:
     """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
     path = output or default_path(os.environ)
-    # As build.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may do.
+    # As runtime/loading.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:

@@ -1,128 +1,22 @@
-"""`pellucid serve`: a model over the OpenAI protocol. This process speaks HTTP; the engine has a process of its own."""
+"""`pellucid serve`: a model over the OpenAI protocol. The engine's process is started before anything else is imported
+here, because its libraries take the longest to load; what the server needs follows in `serving.py`.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import os
-import socket
-import time
-
-import uvloop
-
-from pellucid import __version__
-from pellucid.build import (
-    EngineSettings,
-    LoadedModel,
-    engine_builder,
-    give_tenants,
-    load_model,
-    machine_use,
-    plan_engine,
-)
 from pellucid.cli.fetch import ModelArgument
-from pellucid.cli.keeping import keep_ledgers
 from pellucid.cli.options import settings_options
-from pellucid.cli.progress import Loading, loading, stderr
-from pellucid.core.config import SchedulerConfig
-from pellucid.core.errors import ConfigError
-from pellucid.engine.remote import RemoteClient
+from pellucid.engine.process import EngineProcess
 from pellucid.models.sources import DEFAULT_MODEL
-from pellucid.planner.profile import state_directory
-from pellucid.server.app import create_app, make_server
-from pellucid.server.config import ServedModel, ServerConfig
-from pellucid.server.tenancy import Tenancy, reload_on_hangup
-from pellucid.telemetry.spans import connect
+from pellucid.runtime.loading import load_libraries
+from pellucid.server.config import ServerConfig
+from pellucid.settings import EngineSettings
 
 
 @settings_options(EngineSettings, ServerConfig)
 def serve(model: ModelArgument = DEFAULT_MODEL, *, settings: EngineSettings, config: ServerConfig) -> None:
     """Serve MODEL over the OpenAI protocol until interrupted."""
-    listener = _listen(config)
-    with loading(f"reading {model}") as progress:
-        loaded = load_model(model)
-        limits = plan_engine(settings, loaded)
-        uvloop.run(_serve(loaded, limits, settings, config, listener, progress))
+    with EngineProcess(load_libraries) as engine:
+        from pellucid.cli.serving import run
 
-
-def _listen(config: ServerConfig) -> socket.socket:
-    """Take the port before anything slow, so that a port in use is said at once."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {reason}; choose another with --host or --port"
-        ) from None
-    return listener
-
-
-async def _serve(
-    model: LoadedModel,
-    limits: SchedulerConfig,
-    settings: EngineSettings,
-    config: ServerConfig,
-    listener: socket.socket,
-    progress: Loading,
-) -> None:
-    """Answer HTTP from the start (health says "starting"), announce the model when the engine is ready."""
-    served = ServedModel(
-        name=config.served_model_name or model.files.name,
-        tokenizer=model.tokenizer,
-        limits=limits,
-        chat_template=model.chat_template,
-        created=int(time.time()),
-    )
-    tenancy = _tenancy(served, config)
-    spans = None if config.otlp_endpoint is None else connect(config.otlp_endpoint)
-    machine = machine_use(settings, model)
-    if config.tenants is not None:
-        limits = give_tenants(limits, settings, tenancy.roster.tenants)
-    engine = RemoteClient(engine_builder(settings, model.files.path, limits), on_progress=progress)
-    if config.tenants is not None:
-        reload_on_hangup(tenancy, engine, lambda line: stderr.print(line, soft_wrap=True, markup=False))
-    app = create_app(engine, served, config, tenancy, machine=machine, spans=spans)
-    with keep_ledgers(app.state.ledgers, config, served):
-        server = make_server(app, config)
-        listening = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            await engine.wait_ready()
-            progress.stop()
-            _announce(served, engine.description, listener, tenancy)
-            await listening
-        finally:
-            server.should_exit = True
-            await asyncio.gather(listening, return_exceptions=True)
-            await engine.close()
-
-
-def _tenancy(served: ServedModel, config: ServerConfig) -> Tenancy:
-    if config.tenants is None:
-        return Tenancy.single(config.api_key)
-    directory = state_directory(os.environ)
-    return Tenancy.of_file(config.tenants, served, api_key=config.api_key, state_directory=directory)
-
-
-def _announce(served: ServedModel, description: str, listener: socket.socket, tenancy: Tenancy) -> None:
-    """What is served, with what, and a line to try."""
-    host, port = listener.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    limits = served.limits
-    stderr.print(f"Pellucid {__version__} serves {served.name}: {description}")
-    stderr.print(
-        f"KV pool of {limits.pool_tokens:,} tokens in {limits.num_blocks:,} blocks of {limits.block_size}; "
-        f"context of up to {limits.max_length:,}"
-    )
-    if tenancy.roster.entries:
-        stderr.print(str(tenancy.roster))
-    path, body = "/v1/completions", {"model": served.name, "prompt": "The capital of France is", "max_tokens": 16}
-    if served.chat_template is not None:
-        question = {"role": "user", "content": "What is the capital of France?"}
-        path, body = "/v1/chat/completions", {"model": served.name, "messages": [question]}
-    print(url, flush=True)
-    data = json.dumps(body | {"temperature": 0})
-    key = " -H 'Authorization: Bearer KEY'" if tenancy.access.asks_for_keys else ""
-    stderr.print(f"try: curl {url}{path}{key} -H 'Content-Type: application/json' \\\n  -d '{data}'", soft_wrap=True)
+        run(model, settings, config, engine)

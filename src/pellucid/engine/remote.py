@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import zmq
@@ -20,6 +17,7 @@ from pellucid.engine import messages, worker
 from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import EngineStats
 from pellucid.engine.looks import Looks
+from pellucid.engine.process import EngineProcess
 from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
 from pellucid.engine.view import EngineView
@@ -28,11 +26,18 @@ STOP_SECONDS = 5.0
 
 
 class RemoteClient:
-    """Implements EngineClient. `build` runs in the new process and must be picklable (a function of a module, or a
-    `functools.partial` of one)."""
+    """Implements EngineClient. `build` runs in the engine's process and must be picklable (a function of a module, or
+    a `functools.partial` of one). That process is a new one, or one that was started before; this object closes it."""
 
-    def __init__(self, build: worker.EngineBuilder, *, on_progress: Callable[[str], None] | None = None) -> None:
-        self._build = build
+    def __init__(
+        self,
+        build: worker.EngineBuilder,
+        *,
+        process: EngineProcess | None = None,
+        on_progress: Callable[[str], None] | None = None,
+    ) -> None:
+        self._engine = process or EngineProcess()
+        self._process = self._engine.process
         self._on_progress = on_progress
         self._streams = Streams(self._send_add, self._send_abort)
         self._steps = StepFeed(self._send_question)
@@ -43,15 +48,11 @@ class RemoteClient:
         self._closed = False
         self.description = ""  # on what the engine runs; known once it is ready
         self._ready = asyncio.Event()
-        self._directory = tempfile.mkdtemp(prefix="pellucid-")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set_hwm(0)
-        endpoint = f"ipc://{self._directory}/engine"
-        self._socket.bind(endpoint)
-        spawn = multiprocessing.get_context("spawn")
-        self._process = spawn.Process(target=worker.run, args=(build, endpoint), name="pellucid-engine")
-        self._process.start()
+        self._socket.bind(self._engine.endpoint)
+        self._engine.build(build)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
 
     @property
@@ -116,7 +117,7 @@ class RemoteClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._engine.close()
 
     def _send_add(self, request: Request) -> None:
         self._socket.send(messages.encode(messages.Add.of(request)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,15 +47,24 @@ class GGUFHeader:
 
 
 def read_gguf_header(path: str | Path) -> GGUFHeader:
-    """Read the head of the GGUF file at `path`. Raises ModelError for anything that is not a whole GGUF header."""
+    """Read the head of the GGUF file at `path`. Raises ModelError for anything that is not a whole GGUF header.
+
+    The last one read is kept, for a start asks for it several times: what is returned must not be changed."""
     path = Path(path)
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return _Reader(view, str(path)).header()
+        status = path.stat()
+        return _read(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError:  # mmap refuses an empty file
         raise ModelError(f"{path} is empty; a GGUF file was expected") from None
+
+
+@lru_cache(maxsize=1)
+def _read(path: Path, identity: tuple[int, ...]) -> GGUFHeader:
+    """The header of the file at `path`. `identity` tells a file from another that took its place."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return _Reader(view, str(path)).header()
 
 
 class _Reader:

@@ -55,6 +55,7 @@ class TorchExecutor:
         shape = {"block_size": config.block_size, "dtype": self._dtype}
         self._store = KVStore(spec, num_blocks=num_blocks, device=self._device, **shape)
         self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
+        self._store.populate()
         self._mirror = SequenceMirror(config.block_size)
         self._sampler = Sampler(decoder.kernels, seed)
         self._launched: deque[StepPlan] = deque()

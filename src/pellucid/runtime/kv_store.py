@@ -11,11 +11,14 @@ A step reads blocks wherever they lie, so on the CPU the cache stands on huge pa
 
 The host tier is a second store of the same shape in main memory; blocks are exchanged between the two.
 
-Invariants: memory is taken once and zeroed, so that it is resident before the first request and a masked slot holds a
-finite number; nobody but `write_kv`, `copy_block` and `exchange` writes to it.
+Invariants: memory is reserved once and is zero until written, so that a masked slot holds a finite number; nobody but
+`write_kv`, `copy_block` and `exchange` writes to it. On the CPU the system hands out its pages as they are first
+touched, or in the background once `populate` was called: no start waits for gigabytes to be cleared.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ class KVStore:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._groups: list[Tensor] = []
+        self._populating: list[Any] = []
         self.layers: list[tuple[Tensor, Tensor]] = []
         for group in spec.groups:
             shape = (group.num_layers, 2, num_blocks, group.num_kv_heads, block_size, group.head_dim)
@@ -40,6 +44,14 @@ class KVStore:
             )
             self._groups.append(memory)
             self.layers.extend((memory[i, 0], memory[i, 1]) for i in range(group.num_layers))
+
+    def populate(self) -> None:
+        """Have the memory handed out in the background, the lowest blocks first. On the CPU only; elsewhere it is."""
+        self._populating = [
+            pages.populate(memory, memory.shape[0] * memory.shape[1])
+            for memory in self._groups
+            if memory.device.type == "cpu"
+        ]
 
     @property
     def num_bytes(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pellucid.core.config import SchedulerConfig
 from pellucid.core.errors import ConfigError
-from pellucid.text.chat_template import ChatTemplate
-from pellucid.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pellucid.text.chat_template import ChatTemplate
+    from pellucid.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

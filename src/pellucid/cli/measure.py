@@ -50,7 +50,8 @@ def measure(
 ) -> None:
     """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
     path = output or default_path(os.environ)
-    # As runtime/loading.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may do.
+    # As runtime/loading.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may
+    # do.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:

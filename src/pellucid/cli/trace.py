@@ -345,7 +345,7 @@ def synth(
     requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many.")] = None,
     duration: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
     arrivals: Annotated[
-        str, typer.Option(help="poisson, constant, gamma:CV, weibull:SHAPE, onoff:ON:OFF, diurnal:PERIOD:SWING.")
+        str, typer.Option(help="poisson, constant, gamma:CV, weibull:SHAPE, onoff:BUSY:QUIET, diurnal:PERIOD:SWING.")
     ] = "poisson",
     input_len: Annotated[
         str, typer.Option(help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MAX].")

@@ -73,7 +73,7 @@ class Arrivals:
         wanted = _ARRIVAL_ARGUMENTS.get(kind)
         if wanted is None or len(numbers) != wanted:
             raise ConfigError(
-                f"--arrivals {text!r}: expected poisson, constant, gamma:CV, weibull:SHAPE, onoff:ON:OFF or "
+                f"--arrivals {text!r}: expected poisson, constant, gamma:CV, weibull:SHAPE, onoff:BUSY:QUIET or "
                 f"diurnal:PERIOD:SWING"
             )
         values = [_positive(number, f"--arrivals {text!r}") for number in numbers]

@@ -106,24 +106,29 @@ void write_result(const AttentionArgs& a, const Query& q, const float* sums, Spl
   for (int64_t i = 0; i < a.head_dim; i += 16) store(to + i, load(sums + i) * inverse);
 }
 
-inline float* partial_of(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t split) {
-  return item.partial + (query * item.num_splits + split) * (a.head_dim + 2);
+inline float* partial_of(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t part) {
+  return item.partial + (query * item.num_parts + part) * (a.head_dim + 2);
 }
 
-// Takes the result of one split of one query: kept aside when others compute the other splits, else folded in.
+// Keeps what one part of the context gave a query, until all of them are merged.
+void keep_part(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t part, const float* sums,
+               SplitSums all) {
+  float* to = partial_of(a, item, query, part);
+  __builtin_memcpy(to, sums, static_cast<size_t>(a.head_dim) * 4);
+  to[a.head_dim] = all.maximum;
+  to[a.head_dim + 1] = all.total;
+}
+
+// Takes the result of one split of one query: folded into those before it in the same part.
 void take_split(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t split, const float* more,
                 SplitSums sums, float* so_far, SplitSums* so_far_sums) {
-  if (item.partial) {
-    float* to = partial_of(a, item, query, split);
-    __builtin_memcpy(to, more, static_cast<size_t>(a.head_dim) * 4);
-    to[a.head_dim] = sums.maximum;
-    to[a.head_dim + 1] = sums.total;
-  } else if (split == item.split_begin) {
+  if (split == item.split_begin || (item.partial && split % item.part_splits == 0)) {
     __builtin_memcpy(so_far, more, static_cast<size_t>(a.head_dim) * 4);
     *so_far_sums = sums;
   } else {
     absorb(so_far, so_far_sums, more, sums, a.head_dim);
   }
+  if (item.partial) keep_part(a, item, query, split / item.part_splits, so_far, *so_far_sums);
 }
 
 void merge(const AttentionArgs& a, const AttentionItem& item, int64_t query_begin, int64_t query_end) {
@@ -131,8 +136,8 @@ void merge(const AttentionArgs& a, const AttentionItem& item, int64_t query_begi
     const Query q = query_at(a, item, query);
     float* sums = partial_of(a, item, query, 0);
     SplitSums all{sums[a.head_dim], sums[a.head_dim + 1]};
-    for (int64_t split = 1; split * kSplit < q.visible; ++split) {
-      const float* more = partial_of(a, item, query, split);
+    for (int64_t part = 1; part * item.part_splits * kSplit < q.visible; ++part) {
+      const float* more = partial_of(a, item, query, part);
       absorb(sums, &all, more, {more[a.head_dim], more[a.head_dim + 1]}, a.head_dim);
     }
     write_result(a, q, sums, all);

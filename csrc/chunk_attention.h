@@ -1,9 +1,9 @@
-// Attention of a chunk on AMX tiles. One idea: tiles and vectors work at the same time. A unit is 16 queries against 64
-// tokens; while the vector registers turn the scores of one unit into probabilities, the tiles multiply the next unit's
-// queries and keys and the last one's probabilities and values. What three units touch fits in the first-level cache.
+// Attention of a chunk on AMX tiles. One idea: everything that 32 queries and 64 tokens need lies in the first-level cache,
+// and the tiles never wait for their own stores. The scores of a unit (32 queries against 64 tokens) and the weighted values
+// of the unit before are one stretch of work for the tiles; then the vector registers turn the scores into probabilities.
 //
-// Within a split a row's exponentials are taken relative to a reference: the maximum of its first 64 scores. Only a score
-// far above it moves the reference, so sums are hardly ever rescaled; the row alone decides, whatever it shares a unit with.
+// A row's exponentials are taken relative to a reference: the maximum of its first 64 scores. Only a score far above it
+// moves the reference, so sums are hardly ever rescaled; the row alone decides, whatever it shares a unit with.
 #pragma once
 
 #include "attention.h"
@@ -14,12 +14,10 @@ namespace pellucid {
 namespace {
 
 constexpr int64_t kMaxHeadDim = 256;
-constexpr int64_t kUnitQueries = 16;  // a row tile
-constexpr int64_t kUnitTokens = 64;   // two runs
-constexpr int64_t kUnitRuns = kUnitTokens / kRun;
-// Scores of a row lie this many floats apart: a power of two would put all rows of a tile into the same cache sets.
-constexpr int64_t kUnitStride = kUnitTokens + 16;
-constexpr int64_t kTogether = 2;      // row tiles that take turns while the same keys and values are at hand
+constexpr int64_t kRowTile = 16;
+constexpr int64_t kUnitQueries = 2 * kRowTile;
+constexpr int64_t kUnitTokens = 64;
+constexpr int64_t kUnitRuns = kUnitTokens / kRun, kUnitTiles = kUnitTokens / kTokens;
 
 // Ends an item that no others share: `sums` [query][head_dim].
 void write_results(const AttentionArgs& a, const AttentionItem& item, const float* sums, const SplitSums* all) {
@@ -28,31 +26,30 @@ void write_results(const AttentionArgs& a, const AttentionItem& item, const floa
     write_result(a, query_at(a, item, item.query_begin + i), sums + i * a.head_dim, all[i]);
 }
 
-struct Unit {
-  int64_t first;  // of its queries, in the item
-  int64_t begin;  // of its tokens, in the split
-  bool whole;     // every query sees all of them
+// A load waits for an older store whose address agrees with its own in the last 12 bits, wherever both lie: 1 ns a line. So
+// scores, which are read while probabilities are stored, lie in the even kilobytes and probabilities in the odd ones.
+struct alignas(2048) Slot {
+  float scores[kRowTile * kTokens];         // of 16 tokens
+  uint16_t probabilities[kRowTile * kRun];  // of a run
+};
+constexpr int64_t kSlotFloats = sizeof(Slot) / sizeof(float), kSlotHalves = sizeof(Slot) / sizeof(uint16_t);
+
+struct SumTile {
+  float rows[kRowTile][16];
 };
 
-// Where the sums in a tile belong, while memory does not have them.
-struct Pending {
-  float* to = nullptr;
-  int64_t stride = 0;
-};
-
-struct alignas(64) ChunkScratch {
-  float scores[2][kUnitQueries * kUnitStride];
-  uint16_t probabilities[2][kUnitQueries * kUnitTokens];  // [run][16][32]
-  uint16_t q[kItemRows * kMaxHeadDim];                    // [row tile][head_dim / 32][16][32]
-  uint16_t values[kSplit * kMaxHeadDim];                  // [run][head_dim / 16][16 pairs][16][2]
-  float split_sums[kItemRows * kMaxHeadDim];              // [query][head_dim], as the next ones
-  float totals[kItemRows * 16];
-  float sums[kItemRows * kMaxHeadDim];
-  float shifts[kItemRows];  // that make the references of Exponentials
+struct alignas(4096) ChunkScratch {
+  Slot slots[2 * kUnitTiles];             // [row tile][16 tokens], the first of a row tile with its runs too
+  uint16_t q[kItemRows * kMaxHeadDim];    // [row tile][head_dim / 32][16][32]
+  uint16_t values[kSplit * kMaxHeadDim];  // [run][head_dim / 16][16 pairs][16][2]
+  uint16_t ones[kRun * 16];
+  SumTile tiles[kItemRows / kRowTile * (kMaxHeadDim / 16 + 1)];  // [row tile][16 dimensions, at last the total]
+  float row[kMaxHeadDim];                                        // the sums of one query
+  float shifts[kItemRows];                                       // that make the references of Exponentials
+  float sums[kItemRows * kMaxHeadDim];                           // deterministic: [query][head_dim], of the splits before
   SplitSums so_far[kItemRows];
   int64_t visible[kItemRows];  // tokens that each query sees
-  SplitTokens tokens;
-  Unit units[kItemRows / kUnitQueries * (kSplit / kUnitTokens)];
+  SplitTokens tokens, tokens_ahead;
 };
 
 // Queries as tiles, zero up to a multiple of `multiple`, and how far each sees.
@@ -73,9 +70,9 @@ void gather_queries(const AttentionArgs& a, const AttentionItem& item, int64_t m
 }
 
 // Joins the half tiles of 16 tokens into tiles of 32 in the order of Exponentials: two rows of pairs from each in turn.
-// Zero from the end of the split to the end of a unit.
+// Zero from the end of the split to the end of a run.
 void join_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, uint16_t* out) {
-  for (int64_t t = 0; t < round_up(tokens, kUnitTokens); t += kTokens) {
+  for (int64_t t = 0; t < round_up(tokens, kRun); t += kTokens) {
     uint16_t* to = out + t / kRun * kRun * a.head_dim + t % kRun / kTokens * 64;
     const uint16_t* from = at.values[t / kTokens];
     for (int64_t d = 0; d < a.head_dim / 16; ++d, to += 512, from += 256)
@@ -86,84 +83,110 @@ void join_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, 
   }
 }
 
-// All queries of one item against one split. kDim: the head dimension, or 0 for any.
-template <int64_t kDim>
-class ChunkSplit {
+// Keys and values lie in memory and are read for one item or a few: those of the next split are asked for while this one is
+// computed, some lines at a time.
+class Ahead {
  public:
-  ChunkSplit(const AttentionArgs& a, const AttentionItem& item, int64_t split, ChunkScratch* s)
-      : a_(a), item_(item), split_(split), begin_(split * kSplit), count_(item.query_end - item.query_begin), s_(s),
-        slope_(a.scale * kLog2E * kSteps), exponentials_(slope_) {
-    tokens_ = clamp(s->visible[count_ - 1] - begin_, 0, kSplit);
-    find_tokens(a, item, begin_, tokens_, &s->tokens);
-    join_values(a, tokens_, s->tokens, s->values);
-    list_units();
+  // The split's tokens, spread over `calls` calls of some(). `tokens` is room for where they lie.
+  Ahead(const AttentionArgs& a, const AttentionItem& item, int64_t split, int64_t calls, SplitTokens* tokens)
+      : tokens_(tokens), lines_(a.head_dim / 2) {
+    const int64_t begin = split * kSplit, count = clamp(item.sequence->context - begin, 0, kSplit);
+    find_tokens(a, item, begin, count, tokens);
+    pieces_ = (count + kTokens - 1) / kTokens;
+    step_ = (pieces_ * lines_ + calls - 1) / calls;
   }
+  Ahead() = default;
 
-  void attend() {
-    compute_scores(0);
-    store_all();
-    for (int64_t u = 0; u < num_units_; ++u) {
-      const bool next = u + 1 < num_units_, previous = u > 0;
-      if (next) score_tokens<0>(u + 1);
-      soften(u, 0, 2);
-      if (next) score_tokens<1>(u + 1);
-      soften(u, 2, 4);
-      if (next) score_tokens<2>(u + 1);
-      soften(u, 4, 6);
-      if (next) score_tokens<3>(u + 1);
-      soften(u, 6, 8);
-      for (int64_t i = 0, row = 8; i < dim() / 16; i += 2) {
-        // Both even: rows are turned in pairs, and none may be turned twice.
-        const int64_t end = 8 + ((8 * i + 16) * 16 / dim() & ~int64_t{1}), half = row + (end - row + 2) / 4 * 2;
-        if (previous) i % 4 ? value_dims<2>(u - 1, i) : value_dims<0>(u - 1, i);
-        soften(u, row, half);
-        if (previous) i % 4 ? value_dims<3>(u - 1, i + 1) : value_dims<1>(u - 1, i + 1);
-        soften(u, half, end);
-        row = end;
-      }
-      if (!previous || too_high_) store_all();
-      if (too_high_) raise_references(u);
+  void some() {
+    if (piece_ >= pieces_) return;
+    const uint16_t *keys = tokens_->keys[piece_] + line_ * 32, *values = tokens_->values[piece_] + line_ * 32;
+    for (int64_t i = 0; i < step_; ++i) {
+      __builtin_prefetch(keys + i * 32, 0, 2);
+      __builtin_prefetch(values + i * 32, 0, 2);
     }
-    for (int64_t i = 0; i < dim() / 16; i += 2) {
-      i % 4 ? value_dims<2>(num_units_ - 1, i) : value_dims<0>(num_units_ - 1, i);
-      i % 4 ? value_dims<3>(num_units_ - 1, i + 1) : value_dims<1>(num_units_ - 1, i + 1);
-    }
-    store_all();
-    take_sums();
+    line_ += step_;
+    if (line_ < lines_) return;
+    line_ = 0;
+    ++piece_;
   }
 
  private:
-  void list_units() {
-    for (int64_t group = 0; group < count_; group += kTogether * kUnitQueries)
-      for (int64_t begin = 0; begin < tokens_; begin += kUnitTokens)
-        for (int64_t first = group; first < group + kTogether * kUnitQueries && first < count_; first += kUnitQueries) {
-          const int64_t last = first + kUnitQueries < count_ ? first + kUnitQueries : count_;
-          if (s_->visible[last - 1] <= begin_ + begin) continue;
-          const bool whole = last - first == kUnitQueries && s_->visible[first] - begin_ - begin >= kUnitTokens;
-          s_->units[num_units_++] = {first, begin, whole};
-        }
+  const SplitTokens* tokens_ = nullptr;
+  int64_t lines_ = 0, pieces_ = 0, step_ = 0, piece_ = 0, line_ = 0;
+};
+
+// Up to 32 queries against up to 64 tokens.
+struct Unit {
+  int64_t first, count;  // its queries, in the item
+  int64_t begin, runs;   // its tokens, in the split
+  bool whole;            // every query sees 64 of them
+  bool starts;           // its sums begin here
+};
+
+// All queries of one item against its part of the context. kDim: the head dimension, or 0 for any.
+template <int64_t kDim>
+class ChunkItem {
+ public:
+  ChunkItem(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, ChunkScratch* s)
+      : a_(a), item_(item), next_(next), count_(item.query_end - item.query_begin), s_(s), slope_(a.scale * kLog2E * kSteps),
+        exponentials_(slope_) {
+    gather_queries(a, item, kRowTile, s->q, s->visible);
+    for (uint16_t& one : s->ones) one = static_cast<uint16_t>(kBits);
   }
 
+  void attend() {
+    for (int64_t split = item_.split_begin; split < item_.split_end; ++split) {
+      open(split);
+      for (int64_t first = 0; first < count_; first += kUnitQueries) {
+        const int64_t count = clamp(count_ - first, 0, kUnitQueries);
+        if (count > kRowTile) attend_rows<2>(first, count);
+        else attend_rows<1>(first, count);
+      }
+      if (a_.deterministic) take_split_sums(split);
+    }
+    if (a_.deterministic) write_results(a_, item_, s_->sums, s_->so_far);
+    else write_all();
+  }
+
+ private:
   int64_t dim() const { return kDim ? kDim : a_.head_dim; }
 
-  void compute_scores(int64_t u) {
-    score_tokens<0>(u);
-    score_tokens<1>(u);
-    score_tokens<2>(u);
-    score_tokens<3>(u);
+  void open(int64_t split) {
+    begin_ = split * kSplit;
+    starts_ = a_.deterministic || split == item_.split_begin;
+    tokens_ = clamp(s_->visible[count_ - 1] - begin_, 0, kSplit);
+    find_tokens(a_, item_, begin_, tokens_, &s_->tokens);
+    join_values(a_, tokens_, s_->tokens, s_->values);
+    const int64_t calls = (count_ + 1) / 2 * ((tokens_ + kUnitTokens - 1) / kUnitTokens);
+    if (split + 1 < item_.split_end) ahead_ = Ahead(a_, item_, split + 1, calls, &s_->tokens_ahead);
+    else if (next_) ahead_ = Ahead(a_, *next_, next_->split_begin, calls, &s_->tokens_ahead);
+    else ahead_ = Ahead();
   }
 
-  // Four tiles of sums take turns, and each is stored two steps after its own: a tile that is being stored cannot be
-  // summed in.
-  template <int kSum>
-  void store_later(float* to, int64_t stride) {
-    store_now<(kSum + 2) % 4>();
-    pending_[kSum] = {to, stride};
+  template <int kTiles>
+  void attend_rows(int64_t first, int64_t count) {
+    const int64_t all_see = s_->visible[first] - begin_, seen = clamp(s_->visible[first + count - 1] - begin_, 0, kSplit);
+    if (seen == 0) return;
+    Unit before = {};
+    for (int64_t begin = 0; begin < seen; begin += kUnitTokens) {
+      const int64_t runs = (clamp(seen - begin, 0, kUnitTokens) + kRun - 1) / kRun;
+      const Unit unit = {first, count, begin, runs, all_see - begin >= kUnitTokens, starts_ && begin == 0};
+      score<kTiles, 0>(unit, 0);
+      if (runs > 1) score<kTiles, kTiles == 1 ? 2 : 0>(unit, 1);
+      if (begin > 0) weigh_all<kTiles>(before);
+      store_all();
+      soften(unit);
+      before = unit;
+    }
+    weigh_all<kTiles>(before);
+    store_all();
   }
+
+  // A sum is stored when its tile is needed again: a tile that is stored right after its last product stalls the others.
   template <int kSum>
   void store_now() {
-    if (pending_[kSum].to) store_tile<kSum>(pending_[kSum].to, pending_[kSum].stride);
-    pending_[kSum].to = nullptr;
+    if (pending_[kSum]) store_tile<kSum>(pending_[kSum], 64);
+    pending_[kSum] = nullptr;
   }
   void store_all() {
     store_now<0>();
@@ -171,151 +194,207 @@ class ChunkSplit {
     store_now<2>();
     store_now<3>();
   }
-
-  // A unit's scores of its i-th 16 tokens, in sum i.
-  template <int i>
-  void score_tokens(int64_t u) {
-    const Unit& unit = s_->units[u];
-    const uint16_t* q = s_->q + unit.first * dim();
-    const int64_t tile = unit.begin / kTokens + i;
-    const uint16_t* keys = s_->tokens.keys[tile * kTokens < tokens_ ? tile : 0];  // else masked
-    store_now<i>();
-    zero_tile<i>();
-    for (int64_t d = 0; d < dim(); d += 64) {
-      if (kDim != 64 || i == 0) load_tile<4>(q + d * kBlock, 64);
-      load_tile<6>(keys + d * kTokens, 64);
-      multiply_bf16<i, 4, 6>();
-      if (d + 32 == dim()) break;
-      if (kDim != 64 || i == 0) load_tile<5>(q + (d + 32) * kBlock, 64);
-      load_tile<7>(keys + (d + 32) * kTokens, 64);
-      multiply_bf16<i, 5, 7>();
-    }
-    store_later<i>(s_->scores[u % 2] + i * kTokens, kUnitStride * 4);
-  }
-
-  // A unit's weighted values in the i-th 16 dimensions, added to those before.
+  // The sum begins at what `from` has, or at zero, and will be stored in `to`.
   template <int kSum>
-  void value_dims(int64_t u, int64_t i) {
-    const Unit& unit = s_->units[u];
-    float* sums = s_->split_sums + unit.first * dim() + i * 16;
+  void begin_sum(const void* from, void* to) {
     store_now<kSum>();
-    if (unit.begin == 0) zero_tile<kSum>();
-    else load_tile<kSum>(sums, dim() * 4);
+    if (from) load_tile<kSum>(from, 64);
+    else zero_tile<kSum>();
+    pending_[kSum] = to;
+  }
+  // Keys and values are too many to stay in the first-level cache and would push out the rest.
+  template <int kTile>
+  static void load_passing(const void* from) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(int64_t{64}) : "memory");
+  }
+
+  // A unit's scores of one run, in sums kBase and kBase + 1 (the first row tile), 2 and 3 (the second).
+  template <int kTiles, int kBase>
+  void score(const Unit& unit, int64_t run) {
+    const uint16_t* q = s_->q + unit.first * dim();
+    const int64_t piece = (unit.begin + run * kRun) / kTokens;
+    const uint16_t* first = s_->tokens.keys[piece];
+    const uint16_t* second = s_->tokens.keys[(piece + 1) * kTokens < tokens_ ? piece + 1 : piece];  // else masked
+    Slot* to = s_->slots + 2 * run;
+    for (int64_t d = 0; d < dim(); d += 32) {
+      load_tile<4>(q + d * kBlock, 64);
+      load_passing<6>(first + d * kTokens);
+      load_passing<7>(second + d * kTokens);
+      if (d == 0) begin_sum<kBase>(nullptr, to[0].scores);
+      multiply_bf16<kBase, 4, 6>();
+      if (d == 0) begin_sum<kBase + 1>(nullptr, to[1].scores);
+      multiply_bf16<kBase + 1, 4, 7>();
+      if (kTiles == 1) continue;
+      load_tile<5>(q + (dim() + d) * kBlock, 64);
+      if (d == 0) begin_sum<2>(nullptr, to[kUnitTiles].scores);
+      multiply_bf16<2, 5, 6>();
+      if (d == 0) begin_sum<3>(nullptr, to[kUnitTiles + 1].scores);
+      multiply_bf16<3, 5, 7>();
+    }
+  }
+
+  template <int kTiles>
+  void weigh_all(const Unit& unit) {
+    for (int64_t i = 0; i < dim() / 16; i += 2)
+      if (kTiles == 2 || i % 4 == 0) weigh<kTiles, 0>(unit, i);
+      else weigh<kTiles, 2>(unit, i);
+    add_up<kTiles>(unit);
+  }
+
+  SumTile* sum_tile(int64_t query, int64_t i) const { return s_->tiles + query / kRowTile * (dim() / 16 + 1) + i; }
+  template <int kSum>
+  void continue_sum(const Unit& unit, SumTile* sum) {
+    begin_sum<kSum>(unit.starts ? nullptr : sum, sum);
+  }
+
+  // Adds a unit's weighted values in the i-th and next 16 dimensions.
+  template <int kTiles, int kBase>
+  void weigh(const Unit& unit, int64_t i) {
+    SumTile* top = sum_tile(unit.first, i);
+    SumTile* bottom = sum_tile(unit.first + kRowTile, i);
     const uint16_t* values = s_->values + unit.begin * dim() + i * 512;
-    const uint16_t* p = s_->probabilities[u % 2];
-    if (i == 0) load_tile<4>(p, 64);
-    load_tile<6>(values, 64);
-    multiply_bf16<kSum, 4, 6>();
-    if (i == 0) load_tile<5>(p + kRun * kBlock, 64);
-    load_tile<7>(values + kRun * dim(), 64);
-    multiply_bf16<kSum, 5, 7>();
-    store_later<kSum>(sums, dim() * 4);
+    for (int64_t run = 0; run < unit.runs; ++run, values += kRun * dim()) {
+      load_tile<4>(s_->slots[run].probabilities, 64);
+      load_passing<6>(values);
+      load_passing<7>(values + 512);
+      if (run == 0) continue_sum<kBase>(unit, top);
+      multiply_bf16<kBase, 4, 6>();
+      if (run == 0) continue_sum<kBase + 1>(unit, top + 1);
+      multiply_bf16<kBase + 1, 4, 7>();
+      if (kTiles == 1) continue;
+      load_tile<5>(s_->slots[kUnitTiles + run].probabilities, 64);
+      if (run == 0) continue_sum<2>(unit, bottom);
+      multiply_bf16<2, 5, 6>();
+      if (run == 0) continue_sum<3>(unit, bottom + 1);
+      multiply_bf16<3, 5, 7>();
+    }
   }
 
-  // Scores of rows [row, end), an even number, to probabilities.
-  void soften(int64_t u, int64_t row, int64_t end) {
-    const Unit& unit = s_->units[u];
-    if (!unit.whole) mask(unit, row, end);
-    if (unit.begin == 0) start(unit, row, end);
-    for (; row < end; row += 2) exponentiate<2>(u, row);
+  // The total of the probabilities is what they weigh ones to: cheaper than adding them up in vector registers.
+  template <int kTiles>
+  void add_up(const Unit& unit) {
+    load_tile<6>(s_->ones, 64);
+    continue_sum<0>(unit, sum_tile(unit.first, dim() / 16));
+    if (kTiles == 2) continue_sum<2>(unit, sum_tile(unit.first + kRowTile, dim() / 16));
+    for (int64_t run = 0; run < unit.runs; ++run) {
+      load_tile<4>(s_->slots[run].probabilities, 64);
+      multiply_bf16<0, 4, 6>();
+      if (kTiles == 1) continue;
+      load_tile<5>(s_->slots[kUnitTiles + run].probabilities, 64);
+      multiply_bf16<2, 5, 6>();
+    }
   }
 
-  // Rows with a score too far above their reference keep their totals and are noted.
-  template <int kRows>
-  void exponentiate(int64_t u, int64_t row) {
-    const int64_t query = s_->units[u].first + row;
-    const float* scores = s_->scores[u % 2] + row * kUnitStride;
-    uint16_t* out = s_->probabilities[u % 2] + row * kRun;
-    Exponentials::Run runs[2 * kRows];
-    __m512 totals[2 * kRows];
-    __m512i seen[2 * kRows];
-    for (int r = 0; r < kRows; ++r) {
-      const __m512 shift = _mm512_set1_ps(s_->shifts[query + r]);
-      runs[2 * r] = {scores + r * kUnitStride, shift, out + r * kRun};
-      runs[2 * r + 1] = {scores + r * kUnitStride + kRun, shift, out + (kBlock + r) * kRun};
-      totals[2 * r] = (__m512)load(s_->totals + (query + r) * 16).p[0];
-      totals[2 * r + 1] = _mm512_setzero_ps();
+  float* scores_of(int64_t row) { return s_->slots[row / kRowTile * kUnitTiles].scores + row % kRowTile * kTokens; }
+  uint16_t* probabilities_of(int64_t row) {
+    return s_->slots[row / kRowTile * kUnitTiles].probabilities + row % kRowTile * kRun;
+  }
+
+  // A unit's scores to probabilities.
+  void soften(const Unit& unit) {
+    int64_t row = 0;
+    if (unit.whole && !unit.starts) {
+      const Exponentials exponentials = exponentials_;  // in registers
+      const float* shifts = s_->shifts + unit.first;
+      for (; row + 1 < unit.count; row += 2) {
+        ahead_.some();
+        const __m512i seen = exponentials.turn<2, kUnitRuns, kSlotFloats, kSlotHalves>(scores_of(row), shifts + row,
+                                                                                       probabilities_of(row));
+        if (__builtin_expect(!exponentials.too_high(seen), 1)) continue;
+        soften_row(unit, row);
+        soften_row(unit, row + 1);
+      }
     }
-    exponentials_.turn<2 * kRows>(runs, totals, seen);
-    __m512i all = _mm512_or_si512(seen[0], seen[1]);
-    if (kRows == 2) all = _mm512_or_si512(all, _mm512_or_si512(seen[2], seen[3]));
-    const bool some_too_high = exponentials_.too_high(all);
-    for (int r = 0; r < kRows; ++r) {
-      if (some_too_high && exponentials_.too_high(_mm512_or_si512(seen[2 * r], seen[2 * r + 1])))
-        too_high_ |= uint32_t{1} << (row + r);
-      else
-        _mm512_store_ps(s_->totals + (query + r) * 16, _mm512_add_ps(totals[2 * r], totals[2 * r + 1]));
+    for (; row < unit.count; ++row) {
+      if (row % 2 == 0) ahead_.some();
+      if (!unit.whole) mask(unit, row);
+      if (unit.starts) s_->shifts[unit.first + row] = shift_of(unit, row);
+      soften_row(unit, row);
     }
+  }
+
+  __attribute__((noinline)) void soften_row(const Unit& unit, int64_t row) {
+    if (!exponentials_.too_high(exponentiate(unit, row))) return;
+    const float before = s_->shifts[unit.first + row], after = shift_of(unit, row);
+    s_->shifts[unit.first + row] = after;
+    const Floats keep = exp2_of_nonpositive(splat((after - before) / kSteps));
+    for (int64_t i = 0; i <= dim() / 16; ++i) {
+      float* sums = sum_tile(unit.first + row, i)->rows[row % kRowTile];
+      store(sums, load(sums) * keep);
+    }
+    exponentiate(unit, row);
+  }
+
+  __m512i exponentiate(const Unit& unit, int64_t row) {
+    const float* shift = s_->shifts + unit.first + row;
+    const auto turn = [&](int64_t run) {
+      return exponentials_.turn<1, 1, kSlotFloats, kSlotHalves>(scores_of(row) + run * 2 * kSlotFloats, shift,
+                                                                probabilities_of(row) + run * kSlotHalves);
+    };
+    const __m512i seen = turn(0);
+    return unit.runs == 1 ? seen : _mm512_or_si512(seen, turn(1));
   }
 
   // Scores of tokens that a query does not see become as low as a float allows.
-  void mask(const Unit& unit, int64_t row, int64_t end) {
-    for (; row < end; ++row) {
-      float* scores = s_->scores[(&unit - s_->units) % 2] + row * kUnitStride;
-      for (int64_t i = clamp(s_->visible[unit.first + row] - begin_ - unit.begin, 0, kUnitTokens); i < kUnitTokens; ++i)
-        scores[i] = kMasked;
+  void mask(const Unit& unit, int64_t row) {
+    const int64_t seen = clamp(s_->visible[unit.first + row] - begin_ - unit.begin, 0, kUnitTokens);
+    for (int64_t i = seen / kTokens; i < 2 * unit.runs; ++i) {
+      const auto unseen = static_cast<__mmask16>(0xffff << clamp(seen - i * kTokens, 0, kTokens));
+      _mm512_mask_store_ps(scores_of(row) + i * kSlotFloats, unseen, _mm512_set1_ps(kMasked));
     }
   }
 
-  // The first scores of a row in the split give its reference.
-  void start(const Unit& unit, int64_t row, int64_t end) {
-    for (; row < end; ++row) {
-      const int64_t query = unit.first + row;
-      s_->shifts[query] =
-          Exponentials::shift_for(largest(s_->scores[(&unit - s_->units) % 2] + row * kUnitStride) * slope_);
-      store(s_->totals + query * 16, zeros());
-    }
+  // That makes the largest score of the row in this unit its reference.
+  float shift_of(const Unit& unit, int64_t row) {
+    const float* scores = scores_of(row);
+    Floats top = larger(load(scores), load(scores + kSlotFloats));
+    if (unit.runs > 1) top = larger(top, larger(load(scores + 2 * kSlotFloats), load(scores + 3 * kSlotFloats)));
+    return Exponentials::shift_for(largest_of(top) * slope_);
   }
 
-  void raise_references(int64_t u) {
-    const Unit& unit = s_->units[u];
-    for (uint32_t rows = too_high_; rows != 0; rows &= rows - 1) {
-      const int64_t row = __builtin_ctz(rows), query = unit.first + row;
-      const float* scores = s_->scores[u % 2] + row * kUnitStride;
-      const float before = s_->shifts[query];
-      s_->shifts[query] = Exponentials::shift_for(largest(scores) * slope_);
-      const Floats keep = exp2_of_nonpositive(splat((s_->shifts[query] - before) / kSteps));
-      float* sums = s_->split_sums + query * dim();
-      for (int64_t i = 0; i < dim(); i += 16) store(sums + i, load(sums + i) * keep);
-      store(s_->totals + query * 16, load(s_->totals + query * 16) * keep);
-      exponentiate<1>(u, row);
-    }
-    too_high_ = 0;
+  // What the sums of a query are now, its weighted values in s_->row.
+  SplitSums sums_of(int64_t query) {
+    for (int64_t i = 0; i < dim() / 16; ++i)
+      store(s_->row + i * 16, load(sum_tile(query, i)->rows[query % kRowTile]));
+    return {Exponentials::top_of(s_->shifts[query]) / kSteps + kBelow,
+            sum_tile(query, dim() / 16)->rows[query % kRowTile][0]};
   }
 
-  static float largest(const float* scores) {
-    return largest_of(larger(larger(load(scores), load(scores + 16)), larger(load(scores + 32), load(scores + 48))));
-  }
-
-  void take_sums() {
+  void take_split_sums(int64_t split) {
     for (int64_t i = 0; i < count_; ++i) {
-      if (begin_ >= s_->visible[i]) continue;
-      const SplitSums sums = {Exponentials::top_of(s_->shifts[i]) / kSteps + kBelow, sum_of(load(s_->totals + i * 16))};
-      take_split(a_, item_, item_.query_begin + i, split_, s_->split_sums + i * dim(), sums,
-                 s_->sums + i * dim(), &s_->so_far[i]);
+      if (s_->visible[i] <= begin_) continue;
+      const SplitSums sums = sums_of(i);
+      take_split(a_, item_, item_.query_begin + i, split, s_->row, sums, s_->sums + i * dim(), &s_->so_far[i]);
+    }
+  }
+
+  void write_all() {
+    for (int64_t i = 0; i < count_; ++i) {
+      if (s_->visible[i] <= item_.split_begin * kSplit) continue;
+      const SplitSums sums = sums_of(i);
+      const int64_t query = item_.query_begin + i;
+      if (item_.partial) keep_part(a_, item_, query, item_.split_begin / item_.part_splits, s_->row, sums);
+      else write_result(a_, query_at(a_, item_, query), s_->row, sums);
     }
   }
 
   const AttentionArgs& a_;
   const AttentionItem& item_;
-  const int64_t split_, begin_, count_;
+  const AttentionItem* next_;
+  const int64_t count_;
   ChunkScratch* s_;
   const float slope_;
   const Exponentials exponentials_;
-  int64_t tokens_, num_units_ = 0;
-  uint32_t too_high_ = 0;  // rows of the unit at hand
-  Pending pending_[4];
-  uint32_t turn_ = 0;
+  int64_t begin_ = 0, tokens_ = 0;  // of the split at hand
+  bool starts_ = false;
+  void* pending_[4] = {};
+  Ahead ahead_;
 };
 
-void chunk_attend(const AttentionArgs& a, const AttentionItem& item, ChunkScratch* s) {
-  gather_queries(a, item, kUnitQueries, s->q, s->visible);
+void chunk_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, ChunkScratch* s) {
   configure(16, 16);
-  for (int64_t split = item.split_begin; split < item.split_end; ++split) {
-    if (a.head_dim == 64) ChunkSplit<64>(a, item, split, s).attend();
-    else ChunkSplit<0>(a, item, split, s).attend();
-  }
-  write_results(a, item, s->sums, s->so_far);
+  if (a.head_dim == 64) ChunkItem<64>(a, item, next, s).attend();
+  else ChunkItem<0>(a, item, next, s).attend();
 }
 
 }  // namespace

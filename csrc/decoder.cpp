@@ -30,7 +30,8 @@ Decoder::Decoder(ThreadPool& pool, const Kernels& kernels, DecoderShape shape, W
 
 void Decoder::step(const StepBatch& batch) {
   reserve(batch.num_rows, batch.num_sampled);
-  const AttentionSchedule schedule(batch.sequences, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, pool_.size());
+  const AttentionSchedule schedule(
+      batch.sequences, {shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.deterministic}, pool_.size());
   const RowPlan plan(batch.num_rows, pool_.size());
   phase_seconds_.fill(0.0);
   phase_began_ = now_nanoseconds();

@@ -138,9 +138,9 @@ struct AttentionArgs {
   bool deterministic;  // one path for decodes and chunks: the tiles sum 16 tokens in another order than 32
 };
 
-// Attention of some query rows of one kv head over the whole context. Softmax is computed in splits of kSplit tokens, each
-// with its own maximum, merged in order: the result of a row does not depend on the number of threads, nor, if
-// `deterministic`, on the batch.
+// Attention of some query rows of one kv head over the context or a part of it, in splits of kSplit tokens. Parts are merged
+// in order, and where they begin depends on the plan but not on the number of threads: nor does the result of a row. If
+// `deterministic`, it does not depend on the batch either: then every split has its own softmax, merged in order.
 constexpr int64_t kSplit = 512;
 constexpr int64_t kItemRows = 384;  // most query rows (row x head of the group) in one item
 
@@ -149,8 +149,8 @@ struct AttentionItem {
   int64_t kv_head;
   int64_t query_begin, query_end;  // in flattened rows: (row of the sequence) * group + head of the group
   int64_t split_begin, split_end;
-  float* partial;  // null: write the result. Otherwise [query][split][head_dim + 2]: sums, maximum, total per split
-  int64_t num_splits;
+  float* partial;  // null: write the result. Otherwise [query][part][head_dim + 2]: sums, maximum, total per part
+  int64_t num_parts, part_splits;  // of the whole context, if `partial`
 };
 
 struct Kernels {

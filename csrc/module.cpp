@@ -110,7 +110,7 @@ class Cpu {
                  int64_t head_dim, int64_t block_size, float scale, uintptr_t sequences, int64_t num_sequences,
                  uintptr_t block_tables, int64_t table_stride, uintptr_t out) {
     const std::vector<Sequence> chunks = sequences_from(sequences, num_sequences, block_tables, table_stride);
-    const AttentionSchedule schedule(chunks, num_heads, num_kv_heads, head_dim, pool_.size());
+    const AttentionSchedule schedule(chunks, {num_heads, num_kv_heads, head_dim, deterministic_}, pool_.size());
     const AttentionArgs args{at<uint16_t>(q), at<uint16_t>(key_cache), at<uint16_t>(value_cache), num_heads, num_kv_heads,
                              head_dim, block_size, scale, at<float>(out), num_heads * head_dim, deterministic_};
     pool_.run([&](Team& team) {

@@ -62,27 +62,32 @@ void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const R
   if (rows.begin < rows.end) kernels.rope(args, rows);
 }
 
-AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads,
-                                     int64_t head_dim, int num_threads) {
-  const int64_t group = num_heads / num_kv_heads;
-  int64_t decodes = 0, partial_floats = 0;
-  for (const Sequence& s : sequences) decodes += s.num_rows * group <= kBlock;
+AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, const AttentionShape& shape, int num_threads) {
+  const int64_t group = shape.num_heads / shape.num_kv_heads;
+  int64_t decodes = 0, chunk_queries = 0, partial_floats = 0;
+  for (const Sequence& s : sequences) {
+    decodes += s.num_rows * group <= kBlock;
+    chunk_queries += s.num_rows * shape.num_heads;
+  }
   // Enough items that no thread waits long for another; a context is shared only when there are few sequences.
-  const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * num_kv_heads));
+  const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * shape.num_kv_heads));
   // Large items read keys and values less often, small ones keep every thread busy to the end.
-  int64_t chunk_queries = 0;
-  for (const Sequence& s : sequences) chunk_queries += s.num_rows * num_heads;
   int64_t item_rows = kItemRows;
   while (item_rows > kItemRows / 8 && chunk_queries < 6 * num_threads * item_rows) item_rows /= 2;
   for (const Sequence& s : sequences) {
-    const int64_t queries = s.num_rows * group;
-    const int64_t splits = (s.context + kSplit - 1) / kSplit;
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      if (queries > kBlock || splits == 1 || shares == 1) {
+    const int64_t queries = s.num_rows * group, splits = (s.context + kSplit - 1) / kSplit;
+    const bool decode = queries <= kBlock;
+    // A chunk of few rows is cut along its context, so that every key and value is read once. Where, the number of threads
+    // must not decide; the splits of a deterministic chunk are not kept apart, because that would take too much room.
+    const int64_t pieces = decode ? shares : queries <= kItemRows && !shape.deterministic ? kChunkItems / shape.num_kv_heads : 1;
+    const int64_t item_splits = (splits + std::max<int64_t>(1, pieces) - 1) / std::max<int64_t>(1, pieces);
+    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
+      if (item_splits == splits) {
         add_chunk(&s, head, queries, item_rows);
       } else {
-        add_shared(&s, head, queries, std::min(shares, splits), partial_floats);
-        partial_floats += queries * splits * (head_dim + 2);
+        const int64_t part_splits = decode ? 1 : item_splits, parts = (splits + part_splits - 1) / part_splits;
+        add_shared(&s, head, queries, item_splits, {partial_floats, parts, part_splits});
+        partial_floats += queries * parts * (shape.head_dim + 2);
       }
     }
   }
@@ -103,19 +108,20 @@ void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int
   for (int64_t end = queries; end > 0; end -= std::min(end, item_rows)) {
     const int64_t begin = std::max<int64_t>(0, end - item_rows);
     const int64_t visible = sequence->context - sequence->num_rows + (end - 1) / group + 1;
-    items_.push_back({sequence, kv_head, begin, end, 0, (visible + kSplit - 1) / kSplit, nullptr, 0});
+    items_.push_back({sequence, kv_head, begin, end, 0, (visible + kSplit - 1) / kSplit, nullptr, 0, 0});
   }
 }
 
-void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares,
-                                   int64_t partial_at) {
+void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_splits,
+                                   const Parts& parts) {
   const int64_t splits = (sequence->context + kSplit - 1) / kSplit;
-  auto* partial = reinterpret_cast<float*>(static_cast<intptr_t>(partial_at + 1));
-  for (int64_t share = 0; share < shares; ++share) {
-    const int64_t begin = share * splits / shares, end = (share + 1) * splits / shares;
-    items_.push_back({sequence, kv_head, 0, queries, begin, end, partial, splits});
-  }
-  merges_.push_back({sequence, kv_head, 0, queries, 0, splits, partial, splits});
+  auto* partial = reinterpret_cast<float*>(static_cast<intptr_t>(parts.at + 1));
+  for (int64_t begin = 0; begin < splits; begin += item_splits)
+    items_.push_back({sequence, kv_head, 0, queries, begin, std::min(begin + item_splits, splits), partial, parts.count,
+                      parts.splits});
+  for (int64_t begin = 0; begin < queries; begin += kMergeQueries)
+    merges_.push_back({sequence, kv_head, begin, std::min(begin + kMergeQueries, queries), 0, splits, partial, parts.count,
+                       parts.splits});
 }
 
 void AttentionSchedule::attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {

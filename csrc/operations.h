@@ -68,12 +68,16 @@ void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, cons
 void matmul_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const MatmulArgs& args);
 void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const RopeArgs& args);
 
+struct AttentionShape {
+  int64_t num_heads, num_kv_heads, head_dim;
+  bool deterministic;
+};
+
 // The items of one attention call, made once per step: every layer has the same shape.
 class AttentionSchedule {
  public:
-  AttentionSchedule(const std::vector<Sequence>& sequences, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                    int num_threads);
-  AttentionSchedule(std::vector<Sequence>&&, int64_t, int64_t, int64_t, int) = delete;  // items point at sequences
+  AttentionSchedule(const std::vector<Sequence>& sequences, const AttentionShape& shape, int num_threads);
+  AttentionSchedule(std::vector<Sequence>&&, const AttentionShape&, int) = delete;  // items point at sequences
 
   // All items, by ticket; the caller resets the tickets before. Then, after a barrier, the shared contexts are merged.
   void attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const;
@@ -82,7 +86,14 @@ class AttentionSchedule {
 
  private:
   void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows);
-  void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t shares, int64_t partial_at);
+  // The parts of a query's context: where their results begin, how many there are, and splits of each.
+  struct Parts {
+    int64_t at, count, splits;
+  };
+  void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_splits, const Parts& parts);
+
+  static constexpr int64_t kChunkItems = 12;  // that a chunk of few rows is cut into, over all heads
+  static constexpr int64_t kMergeQueries = 64;
 
   std::vector<AttentionItem> items_;
   std::vector<AttentionItem> merges_;

@@ -150,7 +150,7 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, const Atte
 void tile_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
   const bool decode = item.query_end - item.query_begin <= kBlock && !a.deterministic;
   if (decode) decode_attend(a, item, next, reinterpret_cast<DecodeScratch*>(scratch));
-  else chunk_attend(a, item, reinterpret_cast<ChunkScratch*>(scratch));
+  else chunk_attend(a, item, next, reinterpret_cast<ChunkScratch*>(scratch));
   _tile_release();
 }
 

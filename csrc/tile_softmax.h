@@ -41,52 +41,54 @@ class Exponentials {
         low_(_mm512_load_si512(kMantissas)),
         high_(_mm512_load_si512(kMantissas + 64)),
         exponents_(_mm512_set1_epi16(static_cast<int16_t>(0xff80))),
-        ones_(_mm512_set1_epi16(kBits)),
         limit_(_mm512_set1_epi16(static_cast<int16_t>(0xc000))) {}
 
-  // Runs of independent rows keep the processor busy only if their instructions alternate in the program: its scheduler
-  // holds about two runs.
-  struct Run {
-    const float* scores;
-    __m512 shift;
-    uint16_t* out;
-  };
-
-  // 2^(score - reference - kBelow) of each run as bfloat16, zero where that is below the normal numbers. Their sums are
-  // added to `totals`, and `seen` has their bits.
-  template <int kCount>
-  void turn(const Run* runs, __m512* totals, __m512i* seen) const {
-    __m512 first[kCount], second[kCount];
-    __m512i low[kCount], high[kCount];
+  // Where scores and probabilities lie, counted in their own elements. A run's first 16 scores are at `scores`, the others
+  // kTile further, the next run's 2 * kTile further; the next row's 16 further. Probabilities: kRun a row, kOut a run.
+  //
+  // 2^(score - reference - kBelow) of kRuns runs of kRows rows as bfloat16, zero where that is below the normal numbers, and
+  // their bits joined, for too_high(). Independent runs keep the processor busy only if their instructions alternate in the
+  // program: its scheduler holds about two runs.
+  template <int kRows, int kRuns, int64_t kTile, int64_t kOut>
+  __m512i turn(const float* scores, const float* shifts, uint16_t* out) const {
+    constexpr int kCount = kRows * kRuns;
+    __m512i low[kCount], high[kCount], bits[kCount];
+#pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i) {
-      first[i] = _mm512_fmadd_ps(_mm512_loadu_ps(runs[i].scores), slope_, runs[i].shift);
-      second[i] = _mm512_fmadd_ps(_mm512_loadu_ps(runs[i].scores + 16), slope_, runs[i].shift);
+      const float* from = scores + i % kRuns * 2 * kTile + i / kRuns * 16;
+      const __m512 shift = _mm512_set1_ps(shifts[i / kRuns]);
+      low[i] = steps(from, shift);
+      high[i] = steps(from + kTile, shift);
     }
-    for (int i = 0; i < kCount; ++i) {
-      low[i] = _mm512_cvtps_epi32(first[i]);
-      high[i] = _mm512_cvtps_epi32(second[i]);
-    }
-    for (int i = 0; i < kCount; ++i) seen[i] = _mm512_packus_epi32(low[i], high[i]);  // below zero: zero
+#pragma GCC unroll 4
+    for (int i = 0; i < kCount; ++i) bits[i] = _mm512_packus_epi32(low[i], high[i]);  // below zero: zero
+#pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i)
-      low[i] = _mm512_permutex2var_epi8(low_, seen[i], high_);  // mantissas; the other bits mean nothing
-    for (int i = 0; i < kCount; ++i) {
-      low[i] = _mm512_ternarylogic_epi32(seen[i], exponents_, low[i], 0xe2);  // b ? a : c
-      _mm512_store_si512(runs[i].out, low[i]);
-    }
+      low[i] = _mm512_permutex2var_epi8(low_, bits[i], high_);  // mantissas; the other bits mean nothing
+#pragma GCC unroll 4
     for (int i = 0; i < kCount; ++i)
-      totals[i] = _mm512_dpbf16_ps(totals[i], (__m512bh)low[i], (__m512bh)ones_);
+      _mm512_store_si512(out + i % kRuns * kOut + i / kRuns * kRun,
+                         _mm512_ternarylogic_epi32(bits[i], exponents_, low[i], 0xe2));  // b ? a : c
+    __m512i seen = bits[0];
+#pragma GCC unroll 4
+    for (int i = 1; i < kCount; ++i) seen = _mm512_or_si512(seen, bits[i]);
+    return seen;
   }
 
-  // The shift of a run for the reference `top`, in steps.
+  // The shift of a row for the reference `top`, in steps.
   static float shift_for(float top) { return static_cast<float>(kBits) - kBelow * kSteps - top; }
   static float top_of(float shift) { return shift_for(shift); }
   // Whether a score was so far above the reference that the row needs a new one; what turn() gave is then meaningless.
   bool too_high(__m512i seen) const { return _mm512_test_epi16_mask(seen, limit_) != 0; }
 
  private:
+  __m512i steps(const float* scores, __m512 shift) const {
+    return _mm512_cvtps_epi32(_mm512_fmadd_ps(_mm512_load_ps(scores), slope_, shift));
+  }
+
   __m512 slope_;
   // Here and not in the code, where each use would cost an instruction of the busiest port.
-  __m512i low_, high_, exponents_, ones_, limit_;
+  __m512i low_, high_, exponents_, limit_;
 };
 
 }  // namespace

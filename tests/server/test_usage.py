@@ -56,3 +56,10 @@ def test_a_place_that_cannot_be_used_is_said_at_once(tmp_path: Path) -> None:
         UsageLog(tmp_path / "file" / "usage.sqlite")
     with pytest.raises(ConfigError, match=r"there is no .*--tenants"):
         read_usage(tmp_path / "none.sqlite")
+
+
+async def test_the_file_is_its_owners_only(tmp_path: Path) -> None:
+    log = UsageLog(tmp_path / "usage.sqlite", lambda: DAY_ONE)
+    log.add("a", prompt_tokens=1, cached_tokens=0, output_tokens=5)
+    await log.flush()
+    assert (tmp_path / "usage.sqlite").stat().st_mode & 0o777 == 0o600

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 import time
 from collections import Counter
@@ -107,6 +108,7 @@ def _open(path: Path) -> Iterator[sqlite3.Connection]:
     """The database at `path`, made if there is none; its errors, in opening and in the block, are ConfigErrors."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # who used how much is nobody else's business
         with closing(sqlite3.connect(path, timeout=5.0)) as database:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute(_SCHEMA)

@@ -1,6 +1,7 @@
 """Long and short, loud and quiet, much and little memory: what requests do to each other, on a live server.
 
-    python benchmarks/contention.py [--model MODEL] [--which hol,tenants,pressure,prefix] [--step-target 50ms]
+    python benchmarks/contention.py [--model MODEL] [--which hol,tenants,pressure,prefix,long]
+        [--step-target 50ms]
 
 Each part starts servers of its own, one after the other, with the mechanism and without it, sends the same load to
 both, and prints a row. All figures of a row come from one run of this script, so compare inside a row. Prompts are
@@ -33,7 +34,7 @@ from pellucid.workload.drive import run_closed
 from pellucid.workload.metrics import RequestRecord
 from pellucid.workload.prompts import WORDS
 from pellucid.workload.run import RunOptions, run_workload
-from pellucid.workload.workloads import named_workload
+from pellucid.workload.workloads import HeadOfLine
 
 START_SECONDS = 120
 OUTPUT_WEIGHT = 2
@@ -92,7 +93,8 @@ def first_tokens(records: list[RequestRecord]) -> list[float]:
 # -- 1. a document beside chats ------------------------------------------------------------------------------
 
 
-def head_of_line(model: str, target: str, port: int) -> list[list[str]]:
+def head_of_line(model: str, target: str, port: int, load: HeadOfLine | None = None) -> list[list[str]]:
+    load = load or HeadOfLine()
     rows = []
     for name, flags in (
         (f"step target {target}", ("--step-target", target)),
@@ -100,7 +102,7 @@ def head_of_line(model: str, target: str, port: int) -> list[list[str]]:
         ("whole prompts", ("--step-target", "off", "--chunked-prefill", "off")),
     ):
         with server(model, *flags, port=port) as url:
-            figures = asyncio.run(_named("hol", url))["highlights"]
+            figures = asyncio.run(_run(load, url))["highlights"]
         rows.append(
             [
                 name,
@@ -110,13 +112,21 @@ def head_of_line(model: str, target: str, port: int) -> list[list[str]]:
                 f"{figures['document_ttft'].p50:.2f} s",
             ]
         )
-    return [["hol", "short TTFT p90, calm / storm", "chat gap p50 / p99 / max", "document TTFT p50"], *rows]
+    name = f"{load.num_documents} x {load.document_len:,} tokens"
+    return [[name, "short TTFT p90, calm / storm", "chat gap p50 / p99 / max", "document TTFT p50"], *rows]
 
 
-async def _named(load: str, url: str) -> dict[str, Any]:
+def long_document(model: str, target: str, port: int) -> list[list[str]]:
+    """One document of 16,000 tokens, for a model that allows it (see `benchmarks/random_model.py`)."""
+    load = HeadOfLine()
+    load.num_documents, load.document_len = 1, 16_000
+    return head_of_line(model, target, port, load)
+
+
+async def _run(load: HeadOfLine, url: str) -> dict[str, Any]:
     async with LoadClient(Target(url=url)) as client:
         client.target = Target(url=url, model=await client.served_model())
-        return (await run_workload(client, named_workload(load), RunOptions())).document
+        return (await run_workload(client, load, RunOptions())).document
 
 
 # -- 2. a loud tenant beside a quiet one ---------------------------------------------------------------------
@@ -275,14 +285,14 @@ async def _prefixed(url: str, keys: list[str]) -> list[RequestRecord]:
     return [record for records in await asyncio.gather(*map(one, range(4), keys)) for record in records]
 
 
-PARTS = {"hol": head_of_line, "tenants": tenants, "pressure": pressure, "prefix": prefixes}
+PARTS = {"hol": head_of_line, "tenants": tenants, "pressure": pressure, "prefix": prefixes, "long": long_document}
 
 
 def main() -> None:
     """Run the parts and print a table each, with machine, commit and command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--which", default=",".join(PARTS))
+    parser.add_argument("--which", default="hol,tenants,pressure,prefix")
     parser.add_argument("--step-target", default="50ms")
     parser.add_argument("--port", type=int, default=8177)
     asked = parser.parse_args()

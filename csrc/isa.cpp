@@ -49,7 +49,8 @@ Isa detect() {
   const bool avx512 = bit(seven.b, 16) && bit(seven.b, 17) && bit(seven.b, 30) && bit(seven.b, 31) && bit(seven.c, 11);
   if (!(saves_zmm && avx512)) return Isa::avx2;
   // And the byte permutations of AVX512-VBMI, which every processor with tiles has.
-  const bool amx = bit(seven.c, 1) && bit(seven.d, 22) && bit(seven.d, 24) && bit(seven.d, 25) && bit(seven_one.a, 5);
+  // And float16 arithmetic.
+  const bool amx = bit(seven.c, 1) && bit(seven.d, 22) && bit(seven.d, 23) && bit(seven.d, 24) && bit(seven.d, 25) && bit(seven_one.a, 5);
   if (!(saves_tiles && amx && tiles_granted())) return Isa::avx512;
   return Isa::amx;
 }

@@ -24,8 +24,8 @@ namespace {
 
 void matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
 #if defined(__AMX_TILE__)
-  if (a.panel.preparation == Preparation::bf16) return tile_matmul<false>(a, rows, pairs, scratch);
   if (a.panel.preparation == Preparation::row8) return tile_matmul<true>(a, rows, pairs, scratch);
+  if (a.panel.preparation != Preparation::group8) return tile_matmul<false>(a, rows, pairs, scratch);
 #endif
   (void)scratch;
   vector_matmul(a, rows, pairs);

@@ -44,15 +44,17 @@ struct Weight {
   int64_t n_padded, k_padded;  // as packed
   const uint8_t* data;
   const float* column_scale;   // int8: one per column, else null
+  float unit;                  // grouped formats: a power of 16; no value reaches two units
 
   const uint8_t* block(int64_t index) const { return data + index * block_bytes(format, k_padded); }
 };
 
 // How activations are prepared for a product.
 //   bf16    rows in tiles [row block][k step][16 rows][32] of bfloat16
+//   quad16  the same, but of every four inputs the two in the middle change places: the order in which grouped weights unpack
 //   row8    rows in tiles [row block][k step][16 rows][64] of int8, one scale per row
 //   group8  [row][k] int8, one scale per row and group of 32
-enum class Preparation : int32_t { bf16, row8, group8 };
+enum class Preparation : int32_t { bf16, quad16, row8, group8 };
 
 struct Panel {
   Preparation preparation;
@@ -64,7 +66,7 @@ struct Panel {
 
 constexpr int64_t panel_bytes(Preparation preparation, int64_t rows, int64_t k_padded) {
   return preparation == Preparation::group8 ? rows * k_padded
-                                            : round_up(rows, kBlock) * k_padded * (preparation == Preparation::bf16 ? 2 : 1);
+                                            : round_up(rows, kBlock) * k_padded * (preparation == Preparation::row8 ? 1 : 2);
 }
 constexpr int64_t panel_scales(Preparation preparation, int64_t rows, int64_t k_padded) {
   return preparation == Preparation::group8 ? rows * (k_padded / kGroup) : round_up(rows, kBlock);
@@ -155,7 +157,7 @@ struct AttentionItem {
 
 struct Kernels {
   const char* name;
-  bool has_tiles;  // bf16 panels may meet grouped weights
+  bool has_tiles;  // quad16 panels may meet grouped weights
   void (*prepare)(const PrepareArgs&, Range rows, std::byte* scratch);
   void (*matmul)(const MatmulArgs&, Range rows, Range pairs, std::byte* scratch);  // rows from a multiple of 16 on
   void (*rope)(const RopeArgs&, Range rows);

@@ -21,7 +21,7 @@ Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows,
   if (format == Format::bf16) return Preparation::bf16;
   if (format == Format::int8) return Preparation::row8;
   const bool tiles = kernels.has_tiles && (rows >= kTileRows || deterministic);
-  return tiles ? Preparation::bf16 : Preparation::group8;
+  return tiles ? Preparation::quad16 : Preparation::group8;
 }
 
 void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
@@ -34,7 +34,7 @@ void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
 }
 
 Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
-  const int64_t row_bytes = preparation == Preparation::bf16 ? 2 * k_padded : k_padded;
+  const int64_t row_bytes = panel_bytes(preparation, kBlock, k_padded) / kBlock;
   const int64_t row_scales = preparation == Preparation::group8 ? k_padded / kGroup : 1;
   const int64_t skipped = first_row * (widest_k_ / kGroup - row_scales);
   return {preparation,

@@ -82,7 +82,14 @@ PackedWeight::PackedWeight(Format format, int64_t n, int64_t k) {
   data_ = Part(static_cast<size_t>(n_padded / kBlock * block_bytes(format, k_padded)));
   if (format == Format::int8) column_scale_ = Part(static_cast<size_t>(n_padded) * 4);
   if (format == Format::int8) std::memset(data_.as<void>(), 128, data_.bytes());  // bytes are value + 128
-  view_ = {format, n, k, n_padded, k_padded, data_.as<uint8_t>(), column_scale_.as<float>()};
+  view_ = {format, n, k, n_padded, k_padded, data_.as<uint8_t>(), column_scale_.as<float>(), 1.0f};
+}
+
+// The unit is the smallest power of 16 that the largest value allows: matrices of about one size share it.
+void PackedWeight::make_room_for(float magnitude) {
+  if (!(magnitude > largest_) || !std::isfinite(magnitude)) return;
+  largest_ = magnitude;
+  view_.unit = std::exp2(4.0f * std::floor((std::log2(magnitude) + 3.0f) / 4.0f));
 }
 
 uint8_t* PackedWeight::group_at(int64_t row, int64_t group, Placement to) const {
@@ -92,12 +99,14 @@ uint8_t* PackedWeight::group_at(int64_t row, int64_t group, Placement to) const 
 
 void PackedWeight::put_nibbles(uint8_t* group, int64_t column, const uint8_t* sixteen_bytes, float scale, float minimum) {
   for (int quad = 0; quad < 4; ++quad) std::memcpy(group + (quad * kBlock + column) * 4, sixteen_bytes + quad * 4, 4);
+  make_room_for(std::fmax(std::fabs(minimum), std::fabs(minimum + 15.0f * scale)));
   auto* constants = reinterpret_cast<uint16_t*>(group + 256);
   constants[column] = to_f16(scale);
   if (view_.format == Format::q4_min) constants[kBlock + column] = to_f16(minimum);
 }
 
 void PackedWeight::put_bytes(uint8_t* group, int64_t column, const int8_t* values, float scale) {
+  make_room_for(128.0f * std::fabs(scale));
   for (int i = 0; i < kGroup; ++i)
     group[(i / 4 * kBlock + column) * 4 + i % 4] = static_cast<uint8_t>(values[i] + 128);
   reinterpret_cast<uint16_t*>(group + 512)[column] = to_f16(scale);

@@ -32,10 +32,12 @@ class PackedWeight {
   void put_nibbles(uint8_t* group, int64_t column, const uint8_t* sixteen_bytes, float scale, float minimum);
   void put_bytes(uint8_t* group, int64_t column, const int8_t* values, float scale);
   void pack_float_row(const float* row, int64_t index, Placement to);
+  void make_room_for(float magnitude);
 
   Part data_;
   Part column_scale_;
   Weight view_{};
+  float largest_ = 0.0f;
 };
 
 Format format_of(GgufType type);

@@ -94,12 +94,15 @@ void quantize_row(const float* x, int64_t row, const Panel& panel) {
   panel.sum[row] = sum_of_ints(total);
 }
 
+template <bool kQuads>
 void round_row(const float* x, int64_t row, const Panel& panel) {
   const int64_t steps = panel.k_padded / 32;
   for (int64_t step = 0; step < steps; ++step) {
     uint16_t* to = reinterpret_cast<uint16_t*>(tile_row(panel, row, step, steps));
-    store_bf16(to, load(x + step * 32));
-    store_bf16(to + 16, load(x + step * 32 + 16));
+    for (int64_t i = 0; i < 32; i += 16) {
+      const Floats v = load(x + step * 32 + i);
+      store_bf16(to + i, kQuads ? swap_middles(v) : v);
+    }
   }
 }
 
@@ -110,7 +113,8 @@ void prepare(const PrepareArgs& a, Range rows, std::byte* scratch) {
     widen_row(static_cast<const std::byte*>(a.x) + row * a.ld * element_bytes, a.dtype, a.k, a.panel.k_padded, x);
     if (a.norm_weight) normalize_row(x, a.norm_weight, a.epsilon, a.k);
     switch (a.panel.preparation) {
-      case Preparation::bf16: round_row(x, row, a.panel); break;
+      case Preparation::bf16: round_row<false>(x, row, a.panel); break;
+      case Preparation::quad16: round_row<true>(x, row, a.panel); break;
       case Preparation::row8: quantize_row(x, row, a.panel); break;
       case Preparation::group8: quantize_groups(x, row, a.panel); break;
     }

@@ -145,6 +145,23 @@ inline float largest_of(Floats v) {
 inline float first_of(Floats v) { return v.p[0][0]; }
 inline Floats absolute(Floats v) { return as_floats(as_ints(v) & splat_int(0x7fffffff)); }
 
+// Of every four lanes the two in the middle change places.
+inline Floats swap_middles(Floats v) {
+#if defined(__AVX512F__)
+  v.p[0] = (FloatPart)_mm512_shuffle_ps((__m512)v.p[0], (__m512)v.p[0], _MM_SHUFFLE(3, 1, 2, 0));
+#else
+  float lane[16];
+  store(lane, v);
+  for (int i = 0; i < 16; i += 4) {
+    const float second = lane[i + 1];
+    lane[i + 1] = lane[i + 2];
+    lane[i + 2] = second;
+  }
+  v = load(lane);
+#endif
+  return v;
+}
+
 // --- bfloat16: the upper half of a float -----------------------------------------------------------------------------
 
 // A word holds two bfloat16 values; the first is in the low half.

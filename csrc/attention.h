@@ -19,10 +19,11 @@ struct Query {
   int64_t row, head, visible;
 };
 inline Query query_at(const AttentionArgs& a, const AttentionItem& item, int64_t query) {
-  const int64_t group = a.num_heads / a.num_kv_heads;
+  // In 32 bits: a division of 64 takes as long as the copy of a query.
+  const auto group = static_cast<uint32_t>(a.num_heads) / static_cast<uint32_t>(a.num_kv_heads);
+  const uint32_t row = static_cast<uint32_t>(query) / group, head = static_cast<uint32_t>(query) % group;
   const Sequence& s = *item.sequence;
-  const int64_t row = query / group;
-  return {s.row_begin + row, item.kv_head * group + query % group, s.context - s.num_rows + row + 1};
+  return {s.row_begin + row, item.kv_head * group + head, s.context - s.num_rows + row + 1};
 }
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }

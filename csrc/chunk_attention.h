@@ -70,16 +70,22 @@ void gather_queries(const AttentionArgs& a, const AttentionItem& item, int64_t m
 }
 
 // Joins the half tiles of 16 tokens into tiles of 32 in the order of Exponentials: two rows of pairs from each in turn.
-// Zero from the end of the split to the end of a run.
+// Zero from the end of the split to the end of a run. A tile is read whole before it is written: see Slot about loads that
+// wait for stores.
 void join_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, uint16_t* out) {
-  for (int64_t t = 0; t < round_up(tokens, kRun); t += kTokens) {
-    uint16_t* to = out + t / kRun * kRun * a.head_dim + t % kRun / kTokens * 64;
-    const uint16_t* from = at.values[t / kTokens];
-    for (int64_t d = 0; d < a.head_dim / 16; ++d, to += 512, from += 256)
-      for (int64_t pair = 0; pair < 8; pair += 2) {
-        if (t < tokens) __builtin_memcpy(to + pair * 64, from + pair * 32, 128);
-        else __builtin_memset(to + pair * 64, 0, 128);
+  for (int64_t t = 0; t < tokens; t += kRun) {
+    const uint16_t* first = at.values[t / kTokens];
+    const uint16_t* second = t + kTokens < tokens ? at.values[t / kTokens + 1] : nullptr;
+    for (int64_t d = 0; d < a.head_dim; d += 16, first += 256, out += 512) {
+      __m512i pairs[16];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        pairs[i / 2 * 4 + i % 2] = _mm512_loadu_si512(first + i * 32);
+        pairs[i / 2 * 4 + i % 2 + 2] = second ? _mm512_loadu_si512(second + d * 16 + i * 32) : _mm512_setzero_si512();
       }
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i) _mm512_store_si512(out + i * 32, pairs[i]);
+    }
   }
 }
 
@@ -157,7 +163,7 @@ class ChunkItem {
     tokens_ = clamp(s_->visible[count_ - 1] - begin_, 0, kSplit);
     find_tokens(a_, item_, begin_, tokens_, &s_->tokens);
     join_values(a_, tokens_, s_->tokens, s_->values);
-    const int64_t calls = (count_ + 1) / 2 * ((tokens_ + kUnitTokens - 1) / kUnitTokens);
+    const int64_t calls = ((count_ + 1) / 2 + (count_ + 31) / 32 * 8) * ((tokens_ + kUnitTokens - 1) / kUnitTokens);
     if (split + 1 < item_.split_end) ahead_ = Ahead(a_, item_, split + 1, calls, &s_->tokens_ahead);
     else if (next_) ahead_ = Ahead(a_, *next_, next_->split_begin, calls, &s_->tokens_ahead);
     else ahead_ = Ahead();
@@ -218,14 +224,15 @@ class ChunkItem {
     Slot* to = s_->slots + 2 * run;
     for (int64_t d = 0; d < dim(); d += 32) {
       load_tile<4>(q + d * kBlock, 64);
+      if (kTiles == 2) load_tile<5>(q + (dim() + d) * kBlock, 64);
       load_passing<6>(first + d * kTokens);
       load_passing<7>(second + d * kTokens);
+      ahead_.some();
       if (d == 0) begin_sum<kBase>(nullptr, to[0].scores);
       multiply_bf16<kBase, 4, 6>();
       if (d == 0) begin_sum<kBase + 1>(nullptr, to[1].scores);
       multiply_bf16<kBase + 1, 4, 7>();
       if (kTiles == 1) continue;
-      load_tile<5>(q + (dim() + d) * kBlock, 64);
       if (d == 0) begin_sum<2>(nullptr, to[kUnitTiles].scores);
       multiply_bf16<2, 5, 6>();
       if (d == 0) begin_sum<3>(nullptr, to[kUnitTiles + 1].scores);
@@ -255,14 +262,15 @@ class ChunkItem {
     const uint16_t* values = s_->values + unit.begin * dim() + i * 512;
     for (int64_t run = 0; run < unit.runs; ++run, values += kRun * dim()) {
       load_tile<4>(s_->slots[run].probabilities, 64);
-      load_passing<6>(values);
-      load_passing<7>(values + 512);
+      if (kTiles == 2) load_tile<5>(s_->slots[kUnitTiles + run].probabilities, 64);
+      load_tile<6>(values, 64);
+      load_tile<7>(values + 512, 64);
+      ahead_.some();
       if (run == 0) continue_sum<kBase>(unit, top);
       multiply_bf16<kBase, 4, 6>();
       if (run == 0) continue_sum<kBase + 1>(unit, top + 1);
       multiply_bf16<kBase + 1, 4, 7>();
       if (kTiles == 1) continue;
-      load_tile<5>(s_->slots[kUnitTiles + run].probabilities, 64);
       if (run == 0) continue_sum<2>(unit, bottom);
       multiply_bf16<2, 5, 6>();
       if (run == 0) continue_sum<3>(unit, bottom + 1);
@@ -292,8 +300,12 @@ class ChunkItem {
 
   // A unit's scores to probabilities.
   void soften(const Unit& unit) {
+    if (!unit.whole)
+      for (int64_t row = 0; row < unit.count; ++row) mask(unit, row);
+    if (unit.starts)
+      for (int64_t row = 0; row < unit.count; ++row) s_->shifts[unit.first + row] = shift_of(unit, row);
     int64_t row = 0;
-    if (unit.whole && !unit.starts) {
+    if (unit.runs == kUnitRuns) {
       const Exponentials exponentials = exponentials_;  // in registers
       const float* shifts = s_->shifts + unit.first;
       for (; row + 1 < unit.count; row += 2) {
@@ -305,12 +317,7 @@ class ChunkItem {
         soften_row(unit, row + 1);
       }
     }
-    for (; row < unit.count; ++row) {
-      if (row % 2 == 0) ahead_.some();
-      if (!unit.whole) mask(unit, row);
-      if (unit.starts) s_->shifts[unit.first + row] = shift_of(unit, row);
-      soften_row(unit, row);
-    }
+    for (; row < unit.count; ++row) soften_row(unit, row);
   }
 
   __attribute__((noinline)) void soften_row(const Unit& unit, int64_t row) {

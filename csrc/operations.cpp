@@ -77,15 +77,17 @@ AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, con
   for (const Sequence& s : sequences) {
     const int64_t queries = s.num_rows * group, splits = (s.context + kSplit - 1) / kSplit;
     const bool decode = queries <= kBlock;
-    // A chunk of few rows is cut along its context, so that every key and value is read once. Where, the number of threads
-    // must not decide; the splits of a deterministic chunk are not kept apart, because that would take too much room.
-    const int64_t pieces = decode ? shares : queries <= kItemRows && !shape.deterministic ? kChunkItems / shape.num_kv_heads : 1;
-    const int64_t item_splits = (splits + std::max<int64_t>(1, pieces) - 1) / std::max<int64_t>(1, pieces);
+    // A chunk that makes few items is cut along its context too, so that every key and value is read for as many rows as an
+    // item takes. Where, the number of threads must not decide. A deterministic chunk is not: every row would be merged from
+    // all its splits.
+    const int64_t blocks = (queries + kItemRows - 1) / kItemRows;
+    const int64_t pieces = decode ? shares : shape.deterministic ? 1 : kChunkItems / (shape.num_kv_heads * blocks);
+    const int64_t item_splits = pieces <= 1 ? splits : (splits + pieces - 1) / pieces;
+    const int64_t part_splits = decode ? 1 : item_splits, parts = (splits + part_splits - 1) / part_splits;
     for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
       if (item_splits == splits) {
         add_chunk(&s, head, queries, item_rows);
       } else {
-        const int64_t part_splits = decode ? 1 : item_splits, parts = (splits + part_splits - 1) / part_splits;
         add_shared(&s, head, queries, item_splits, {partial_floats, parts, part_splits});
         partial_floats += queries * parts * (shape.head_dim + 2);
       }
@@ -103,25 +105,38 @@ AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, con
       if (item.partial) item.partial = partials_.as<float>() + (reinterpret_cast<intptr_t>(item.partial) - 1);
 }
 
+namespace {
+
+// How many splits of its context the query sees.
+int64_t visible_splits(const Sequence& sequence, int64_t queries, int64_t query) {
+  const int64_t group = queries / sequence.num_rows;
+  return (sequence.context - sequence.num_rows + query / group + kSplit) / kSplit;
+}
+
+}  // namespace
+
 void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows) {
-  const int64_t group = queries / sequence->num_rows;
   for (int64_t end = queries; end > 0; end -= std::min(end, item_rows)) {
     const int64_t begin = std::max<int64_t>(0, end - item_rows);
-    const int64_t visible = sequence->context - sequence->num_rows + (end - 1) / group + 1;
-    items_.push_back({sequence, kv_head, begin, end, 0, (visible + kSplit - 1) / kSplit, nullptr, 0, 0});
+    items_.push_back({sequence, kv_head, begin, end, 0, visible_splits(*sequence, queries, end - 1), nullptr, 0, 0});
   }
 }
 
 void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_splits,
                                    const Parts& parts) {
-  const int64_t splits = (sequence->context + kSplit - 1) / kSplit;
   auto* partial = reinterpret_cast<float*>(static_cast<intptr_t>(parts.at + 1));
-  for (int64_t begin = 0; begin < splits; begin += item_splits)
-    items_.push_back({sequence, kv_head, 0, queries, begin, std::min(begin + item_splits, splits), partial, parts.count,
-                      parts.splits});
+  const auto add = [&](std::vector<AttentionItem>& list, int64_t begin, int64_t end, Range splits) {
+    list.push_back({sequence, kv_head, begin, end, splits.begin, splits.end, partial, parts.count, parts.splits});
+  };
+  const int64_t blocks = (queries + kItemRows - 1) / kItemRows;
+  const int64_t rows = round_up((queries + blocks - 1) / blocks, 2 * kBlock);  // whole pairs of row tiles
+  for (int64_t begin = 0; begin < queries; begin += rows) {
+    const int64_t end = std::min(begin + rows, queries), splits = visible_splits(*sequence, queries, end - 1);
+    for (int64_t split = 0; split < splits; split += item_splits)
+      add(items_, begin, end, {split, std::min(split + item_splits, splits)});
+  }
   for (int64_t begin = 0; begin < queries; begin += kMergeQueries)
-    merges_.push_back({sequence, kv_head, begin, std::min(begin + kMergeQueries, queries), 0, splits, partial, parts.count,
-                       parts.splits});
+    add(merges_, begin, std::min(begin + kMergeQueries, queries), {0, 0});
 }
 
 void AttentionSchedule::attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {

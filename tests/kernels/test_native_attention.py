@@ -131,6 +131,17 @@ def test_scores_that_grow_along_the_context(kernels, head_dim) -> None:
     assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
 
 
+@pytest.mark.parametrize("chunks", [[(2100, 140)], [(1700, 24), (600, 130), (40, 20), (1600, 1)]])
+def test_chunks_that_are_cut_along_their_context(kernels, chunks) -> None:
+    """Several items share a chunk's context, and their results are merged; how, the threads must not decide."""
+    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, block_size=16, spread=2.0)
+    scene.fill(kernels)
+    out = kernels.attention(scene.queries, scene.cache, scene.batch())
+    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    alone = CpuKernels(isa=kernels.isa, threads=1)
+    assert torch.equal(alone.attention(scene.queries, scene.cache, scene.batch()), out)
+
+
 def test_stale_numbers_beyond_the_context_do_not_leak(kernels) -> None:
     scene = Scene([(5, 1), (37, 20)], heads=3, kv_heads=1, head_dim=64, block_size=16)
     for half in scene.cache:

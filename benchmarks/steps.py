@@ -1,6 +1,7 @@
 """Times the executor's steps without scheduler or server: decode at several batch sizes, and a long prompt in chunks.
 
     PYTHONPATH=src:. python benchmarks/steps.py MODEL [--isa reference] [--threads 2] [--batch 1 32] [--prompt 4000]
+                                                [--sampling temperature=0.8 top_p=0.95]
 
 Prints one line per figure, best and median (a shared machine slows single steps down by factors, so compare bests), and
 first the machine, the commit and the command that they belong to.
@@ -18,12 +19,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan
+from pellucid.core.plan import BlockUpdate, Chunk, NewSequence, StepPlan, StepResult
 from pellucid.core.request import SamplingParams
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.executor import TorchExecutor, load_executor
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def sampling_of(words: list[str]) -> SamplingParams:
+    """`name=number` words as parameters; greedy without any."""
+    values = {name: float(value) for name, value in (word.split("=") for word in words)}
+    whole = {name: int(value) for name, value in values.items() if name in ("top_k", "seed")}
+    return SamplingParams(**(values | whole)) if words else GREEDY
 
 
 def heading() -> str:
@@ -36,21 +44,23 @@ def heading() -> str:
     return f"{cpu}; commit {commit.strip() or 'unknown'}; python {shlex.join(sys.argv)}"
 
 
-def decode_seconds(executor: TorchExecutor, batch: int, context: int, num_steps: int) -> list[float]:
-    """Seconds of each step that decodes `batch` sequences, from `context` tokens on."""
+def decode_steps(
+    executor: TorchExecutor, batch: int, context: int, num_steps: int, sampling: SamplingParams
+) -> list[StepResult]:
+    """Steps that decode `batch` sequences, from `context` tokens on."""
     size = executor.config.block_size
     per_sequence = -(-(context + num_steps + 1) // size)
     for i in range(batch):
         prompt = tuple(random.Random(i).randrange(1000) for _ in range(context))
         blocks = tuple(range(i * per_sequence, (i + 1) * per_sequence))
-        new = (NewSequence(i, prompt, context, GREEDY),)
+        new = (NewSequence(i, prompt, context, sampling),)
         run(executor, StepPlan(0, (Chunk(i, 0, context, True),), new, (BlockUpdate(i, 0, blocks),)))
-    seconds = []
+    steps = []
     for step in range(num_steps):
         end = context + step + 1
-        seconds.append(run(executor, StepPlan(1, tuple(Chunk(i, end - 1, end, True) for i in range(batch)))))
+        steps.append(run(executor, StepPlan(1, tuple(Chunk(i, end - 1, end, True) for i in range(batch)))))
     run(executor, StepPlan(2, (), released=tuple(range(batch))))
-    return seconds
+    return steps
 
 
 def prefill_seconds(executor: TorchExecutor, length: int, chunk: int) -> Iterator[float]:
@@ -61,13 +71,13 @@ def prefill_seconds(executor: TorchExecutor, length: int, chunk: int) -> Iterato
     run(executor, first)
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
-        yield run(executor, StepPlan(1, (Chunk(0, start, end, end == length),)))
+        yield run(executor, StepPlan(1, (Chunk(0, start, end, end == length),))).seconds
     run(executor, StepPlan(2, (), released=(0,)))
 
 
-def run(executor: TorchExecutor, plan: StepPlan) -> float:
-    """Carry out one step; its seconds."""
-    return executor.collect(executor.launch(plan)).seconds
+def run(executor: TorchExecutor, plan: StepPlan) -> StepResult:
+    """Carry out one step."""
+    return executor.collect(executor.launch(plan))
 
 
 def main() -> None:
@@ -84,6 +94,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sampling", nargs="*", default=[], help="such as temperature=0.8 top_p=0.95; default: greedy")
     args = parser.parse_args()
     config = RuntimeConfig(
         dtype=args.dtype,
@@ -98,11 +109,13 @@ def main() -> None:
     print(heading())
     print(executor.describe())
     for batch in args.batch:
-        seconds = decode_seconds(executor, batch, args.context, args.steps)
+        steps = decode_steps(executor, batch, args.context, args.steps, sampling_of(args.sampling))
+        seconds = [step.seconds for step in steps]
+        sampled = statistics.median(dict(step.phases)["sample"] for step in steps)
         best, median = min(seconds), statistics.median(seconds)
         print(
             f"decode, batch {batch}, context {args.context}: best {best * 1e3:.1f} ms ({batch / best:.0f} tok/s), "
-            f"median {median * 1e3:.1f} ms ({batch / median:.0f} tok/s)"
+            f"median {median * 1e3:.1f} ms ({batch / median:.0f} tok/s), of it {sampled * 1e3:.2f} ms to sample"
         )
     runs = [list(prefill_seconds(executor, args.prompt, args.chunk)) for _ in range(args.repeats)]
     best = sum(min(chunk) for chunk in zip(*runs))

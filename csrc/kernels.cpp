@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "matmul.h"
 #include "rows.h"
+#include "sampling.h"
 #include "simd.h"
 #if defined(__AMX_TILE__)
 #include "tile_attention.h"
@@ -48,8 +49,10 @@ constexpr bool kHasTiles = false;
 static_assert(sizeof(VectorScratch) <= (size_t{8} << 20));
 #endif
 
+static_assert(sizeof(SampleScratch) <= (size_t{8} << 20));
+
 constexpr Kernels kTable = {PELLUCID_QUOTE(PELLUCID_LEVEL), kHasTiles, prepare,  matmul,  rope, attend, merge,
-                            dequantize_row,                 rms_norm,  silu_mul, argmax};
+                            dequantize_row,                 rms_norm,  silu_mul, argmax, sample};
 
 }  // namespace
 

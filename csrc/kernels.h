@@ -155,6 +155,15 @@ struct AttentionItem {
   int64_t num_parts, part_splits;  // of the whole context, if `partial`
 };
 
+// How one row is sampled: the filters apply in the order temperature, top-k, top-p, min-p, and are off at 0, 1 and 0.
+struct SampleRow {
+  float temperature;  // 0: the first of the largest scores
+  float top_p, min_p;
+  int32_t top_k;
+  double uniform;  // in [0, 1)
+};
+constexpr int64_t kMaxVocabulary = int64_t{1} << 19;
+
 struct Kernels {
   const char* name;
   bool has_tiles;  // quad16 panels may meet grouped weights
@@ -168,6 +177,7 @@ struct Kernels {
   void (*rms_norm)(const void* x, Dtype dtype, const float* weight, float epsilon, int64_t k, void* y);
   void (*silu_mul)(const void* gate, const void* up, Dtype dtype, int64_t count, void* y);
   int64_t (*argmax)(const float* x, int64_t count);
+  int64_t (*sample)(const SampleRow&, const float* scores, int64_t count, std::byte* scratch);  // at most kMaxVocabulary
 };
 
 const Kernels& kernels_portable();

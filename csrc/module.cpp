@@ -147,6 +147,20 @@ class Cpu {
     });
   }
 
+  // rules: [rows]; out: the token of each row.
+  void sample(uintptr_t logits, int64_t rows, int64_t count, uintptr_t rules, uintptr_t out) {
+    if (count > kMaxVocabulary) throw std::invalid_argument("the vocabulary is too large to be sampled from");
+    const auto sample_rows = [&](Range share, std::byte* scratch) {
+      for (int64_t row = share.begin; row < share.end; ++row)
+        at<int64_t>(out)[row] = kernels_.sample(at<SampleRow>(rules)[row], at<float>(logits) + row * count, count, scratch);
+    };
+    if (rows == 1) {  // not worth waking the others
+      scratch_.reserve(ThreadPool::kScratchBytes);
+      return sample_rows({0, 1}, scratch_.as<std::byte>());
+    }
+    pool_.run([&](Team& team) { sample_rows(share_of(rows, team), team.scratch); });
+  }
+
   // Copies `count` pieces of `bytes`; pairs: [count][2] int64, from and to, in pieces.
   void copy_blocks(uintptr_t from, uintptr_t to, uintptr_t pairs, int64_t count, int64_t bytes) {
     pool_.run([&](Team& team) {
@@ -170,6 +184,7 @@ class Cpu {
   bool deterministic_;
   ThreadPool pool_;
   PanelRoom panels_;
+  Buffer scratch_;
 };
 
 Weight view_of(const PackedWeight* packed) { return packed->view(); }
@@ -216,6 +231,7 @@ void bind_cpu(nb::module_& m) {
       .def("attention", &Cpu::attention, release())
       .def("dequantize_rows", &Cpu::dequantize_rows, release())
       .def("argmax", &Cpu::argmax, release())
+      .def("sample", &Cpu::sample, release())
       .def("copy_blocks", &Cpu::copy_blocks, release())
       .def("probe", &Cpu::probe, release());
 }

@@ -40,7 +40,9 @@ class EngineSettings:
 
     device: str = _setting("cpu", "Where the model runs.")
     dtype: Literal["auto", "float32", "bfloat16"] = _setting(
-        "auto", "Precision of weights, activations and KV cache; auto takes bfloat16 where the processor has it."
+        "auto",
+        "Precision of weights, activations and KV cache; auto takes bfloat16 where the native "
+        "kernels run or the processor has it, else float32.",
     )
     threads: int = _setting(0, "Threads that compute; 0 takes one per physical core.")
     block_size: int = _setting(16, "Tokens in a KV block: the unit of allocation and of sharing.")

@@ -15,7 +15,7 @@ from tests.kernels import oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.core.errors import ConfigError
-from pellucid.kernels import Kernels, select
+from pellucid.kernels import Kernels, sampling, select
 from pellucid.kernels.reference import DenseWeight, rope_table
 
 CPU = torch.device("cpu")
@@ -191,22 +191,22 @@ def test_logits_are_float32_however_narrow_the_weights(ops: Kernels) -> None:
     chance=st.floats(0, 1, exclude_max=True),
     seed=st.integers(0, 99),
 )
-def test_pick_inverts_the_cumulative_sum(ops: Kernels, width: int, zeros: int, chance: float, seed: int) -> None:
+def test_pick_inverts_the_cumulative_sum(width: int, zeros: int, chance: float, seed: int) -> None:
     """The chosen column holds the target inside its share of the sum, and never has weight zero."""
     weights = np.random.default_rng(seed).random(width + zeros).astype(np.float32) + np.float32(1e-3)
     weights[np.random.default_rng(seed + 1).permutation(width + zeros)[:zeros]] = 0
-    column = int(ops.pick(torch.from_numpy(weights)[None], torch.tensor([chance], dtype=torch.float64))[0])
+    column = int(sampling.pick(torch.from_numpy(weights)[None], torch.tensor([chance], dtype=torch.float64))[0])
     ends = weights.astype(np.float64).cumsum()
     assert weights[column] > 0
     assert ends[column] - weights[column] <= chance * ends[-1] * (1 + 1e-12) + 1e-12
     assert chance * ends[-1] <= ends[column] * (1 + 1e-12)
 
 
-def test_pick_follows_the_weights(ops: Kernels) -> None:
+def test_pick_follows_the_weights() -> None:
     """An even grid of chances hits each column in proportion to its weight."""
     weights = torch.tensor([0.1, 0.0, 0.4, 0.2, 0.3])
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
-    counts = torch.bincount(ops.pick(weights.expand(1000, -1), grid), minlength=5)
+    counts = torch.bincount(sampling.pick(weights.expand(1000, -1), grid), minlength=5)
     torch.testing.assert_close(counts.float() / 1000, weights, rtol=0, atol=0.0011)
 
 
@@ -244,9 +244,9 @@ def test_model_operations_stay_on_their_device() -> None:
         attended = ops.attention(torch.empty(11, 4, 8, device=meta), *cache, plan)
         ops.linear_add_(x, attended[:, :24], square)
         scores = ops.logits(ops.silu_mul(x).repeat(1, 2), square)
-        ops.greedy(scores)
-        kept, _ = ops.top_candidates(ops.scaled_softmax(scores, torch.ones(11, device=meta)), 3)
-        ops.pick(kept, torch.zeros(11, dtype=torch.float64, device=meta))
+        sampling.greedy(scores)
+        kept, _ = sampling.top_candidates(sampling.scaled_softmax(scores, torch.ones(11, device=meta)), 3)
+        sampling.pick(kept, torch.zeros(11, dtype=torch.float64, device=meta))
     assert watch.count > 40
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pellucid.core.request import SamplingParams
 from pellucid.kernels import select
-from pellucid.runtime.sampler import CANDIDATES, Sampler, uniforms
+from pellucid.kernels.sampling import CANDIDATES
+from pellucid.runtime.sampler import Sampler, uniforms
 
 VOCAB = 1000
 SAMPLER = Sampler(select("cpu", isa="reference"), seed=0)

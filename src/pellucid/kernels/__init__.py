@@ -73,10 +73,7 @@ class Kernels:
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Any], None]
     attention: Callable[[Tensor, Tensor, Tensor, Any], Tensor]
     logits: Callable[[Tensor, Any], Tensor]
-    greedy: Callable[[Tensor], Tensor]
-    scaled_softmax: Callable[[Tensor, Tensor], Tensor]
-    top_candidates: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    pick: Callable[[Tensor, Tensor], Tensor]
+    sample: Callable[[Tensor, npt.NDArray[np.void]], Tensor]
     team: CpuKernels | None = None
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
+from pellucid.kernels.layout import SAMPLE_ROW
 from pellucid.kernels.processors import open_team, require_native
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
@@ -34,6 +35,7 @@ TOKENS_PER_TILE = 16
 # Scratch of a thread holds 64 unpacked columns in bfloat16, or a row in float32.
 MAX_INPUTS = 65536
 MAX_HEAD_DIM = 256
+MAX_VOCABULARY = 1 << 19
 
 # GGUF types that are packed byte by byte; every other type is dequantised tensor by tensor and stored as q8.
 GGUF_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
@@ -298,6 +300,16 @@ class CpuKernels:
         scores = scores.to(torch.float32).contiguous()
         out = torch.empty(scores.shape[0], dtype=torch.int64)
         self._cpu.argmax(scores.data_ptr(), scores.shape[0], scores.shape[1], out.data_ptr())
+        return out
+
+    def sample(self, scores: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
+        """The next token of every row, as `sampling.sample` but without sorting: scores `[R, V]`, rows `[R]` of
+        `SAMPLE_ROW` -> `[R]` int64."""
+        if rows.dtype != SAMPLE_ROW or rows.shape != scores.shape[:1] or scores.shape[1] > MAX_VOCABULARY:
+            raise ConfigError(f"rows {rows.shape} do not sample scores of shape {tuple(scores.shape)}")
+        scores, rows = scores.to(torch.float32).contiguous(), np.ascontiguousarray(rows)
+        out = torch.empty(scores.shape[0], dtype=torch.int64)
+        self._cpu.sample(scores.data_ptr(), *scores.shape, rows.ctypes.data, out.data_ptr())
         return out
 
     def copy_blocks(self, source: Tensor, target: Tensor, pairs: npt.NDArray[np.int64]) -> None:

@@ -114,7 +114,8 @@ class CpuDecoder:
         """
         for name, bound in zip(("token_ids", "positions", "slots"), self._bounds):
             values = getattr(rows, name)
-            if len(values) != len(rows.slots) or not len(values) or values.min() < 0 or values.max() >= bound:
+            # Unsigned, a negative number is too large as well.
+            if len(values) != len(rows.slots) or not len(values) or values.view(f"u{values.itemsize}").max() >= bound:
                 raise InvariantViolation(f"{name} of a step must be one per row and lie in [0, {bound})")
         logits = self._logits_of(len(rows.sample_rows))
         self._decoder.step(

@@ -44,3 +44,10 @@ class BatchLayout:
     def lengths(self) -> npt.NDArray[np.int64]:
         """Rows per chunk, `[S]`."""
         return np.diff(self.row_starts)
+
+
+# How one row is sampled (csrc/kernels.h, SampleRow). Temperature 0 is greedy; top-p 1, min-p 0 and top-k 0 are off;
+# `uniform` in [0, 1) is the row's random number.
+SAMPLE_ROW = np.dtype(
+    [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("top_k", "i4"), ("uniform", "f8")], align=True
+)

@@ -88,7 +88,7 @@ def kernels(needs: NativeNeeds, *, isa: str, deterministic: bool) -> Kernels:
         table=table,
         pack_table=lambda packed: packed,
         plan_attention=plan_attention,
-        greedy=team.greedy,
+        sample=team.sample,
         team=team,
         **refusals,
     )
@@ -96,7 +96,8 @@ def kernels(needs: NativeNeeds, *, isa: str, deterministic: bool) -> Kernels:
 
 def plan_attention(layout: BatchLayout, num_kv_heads: int, dtype: torch.dtype, device: torch.device) -> NativePlan:
     """The layout as the native step reads it."""
-    rows = np.stack((layout.row_starts[:-1], layout.lengths, layout.ends), axis=1)
+    rows = np.empty((layout.num_sequences, 3), dtype=np.int64)
+    rows[:, 0], rows[:, 1], rows[:, 2] = layout.row_starts[:-1], layout.lengths, layout.ends
     return NativePlan(AttentionBatch(rows, layout.block_tables.astype(np.int32)), np.ascontiguousarray(layout.slots))
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pellucid.kernels import Kernels, StoredTensor
 from pellucid.kernels.layout import BatchLayout
+from pellucid.kernels.sampling import sample
 
 # Chunks longer than this are attended in pieces, which bounds the mask to this many rows.
 _CHUNK_ROWS = 1024
@@ -49,10 +50,7 @@ def kernels() -> Kernels:
         write_kv=write_kv,
         attention=attention,
         logits=logits,
-        greedy=greedy,
-        scaled_softmax=scaled_softmax,
-        top_candidates=top_candidates,
-        pick=pick,
+        sample=sample,
     )
 
 
@@ -369,47 +367,3 @@ def _causal_band(
     context = int(layout.ends[later].max())
     band = torch.zeros((rows, context + rows + layout.block_size), dtype=dtype, device=device)
     return band.masked_fill_(torch.ones_like(band, dtype=torch.bool).triu_(context + 1), -torch.inf)
-
-
-# --- sampling --------------------------------------------------------------------------------------------------------
-
-
-def greedy(scores: Tensor) -> Tensor:
-    """The first most likely token of each row. `[R, V]` -> `[R]`."""
-    return scores.argmax(dim=-1)
-
-
-def scaled_softmax(scores: Tensor, temperatures: Tensor) -> Tensor:
-    """Probabilities at a temperature per row. `[R, V]`, `[R]` -> `[R, V]`, float32."""
-    return torch.softmax(scores.float() / temperatures[:, None], dim=-1)
-
-
-def top_candidates(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, largest first, and their token ids, each `[R, count]`."""
-    values, tokens = probabilities.topk(count, dim=-1)
-    return values, tokens
-
-
-def pick(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw a column of each row with probability proportional to its weight, by inverting the cumulative sum at
-    `uniforms` `[R]` in [0, 1). weights: `[R, N]`, at least one positive per row -> `[R]`.
-
-    In two levels: first a run of columns by the runs' sums, then the column inside it. So the long cumulative sum, slow
-    and inexact in float32, is never taken.
-    """
-    num_rows, width = weights.shape
-    run = 256
-    padded = F.pad(weights, (0, -width % run)).view(num_rows, -1, run)
-    sums = padded.sum(dim=-1, dtype=torch.float64)
-    ends = sums.cumsum(dim=-1)
-    target = uniforms.double()[:, None] * ends[:, -1:]
-    chosen = _first_beyond(ends, target)
-    inside = padded.gather(1, chosen[:, :, None].expand(-1, -1, run))[:, 0].double().cumsum(dim=-1)
-    rest = (target - (ends - sums).gather(1, chosen)).clamp_(min=0.0)
-    column = _first_beyond(inside, torch.minimum(rest, inside[:, -1:] * (1 - 2**-53)))
-    return (chosen * run + column)[:, 0]
-
-
-def _first_beyond(ends: Tensor, target: Tensor) -> Tensor:
-    """The first column whose cumulative end exceeds the target, `[R, 1]`: never one of weight zero."""
-    return torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[1] - 1)

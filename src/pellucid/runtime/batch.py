@@ -86,15 +86,11 @@ class SequenceMirror:
         """The flat batch of these chunks, `padded_rows(T)` rows long. Raises InvariantViolation for a chunk whose
         tokens or blocks are not known."""
         table = np.array([(self._line(c.seq_id), c.start, c.end, c.samples) for c in chunks], dtype=np.int64)
-        lines, starts, ends, samples = table.reshape(-1, 4).T
+        lines, starts, ends, samples = np.ascontiguousarray(table.reshape(-1, 4).T)
         self._check(chunks, lines, starts, ends)
-        lengths = ends - starts
-        row_starts = np.concatenate(([0], lengths.cumsum()))
-        num_rows = int(row_starts[-1])
-        positions = np.arange(num_rows) + np.repeat(starts - row_starts[:-1], lengths)
-        row_lines = np.repeat(lines, lengths)
-        block, offset = np.divmod(positions, self.block_size)
+        row_starts, row_lines, positions = _rows_of(lines, starts, ends)
         most_blocks = -(-int(ends.max()) // self.block_size)
+        block, offset = np.divmod(positions, self.block_size)
         layout = BatchLayout(
             row_starts=row_starts,
             starts=starts,
@@ -104,11 +100,11 @@ class SequenceMirror:
             block_size=self.block_size,
         )
         sampling = np.flatnonzero(samples)
-        padding = (0, padded_rows(num_rows) - num_rows)
+        num_rows = padded_rows(len(positions))
         return StepBatch(
             layout=layout,
-            token_ids=np.pad(self._tokens[row_lines, positions], padding),
-            positions=np.pad(positions, padding),
+            token_ids=padded(self._tokens[row_lines, positions], num_rows),
+            positions=padded(positions, num_rows),
             sample_rows=row_starts[sampling + 1] - 1,
             sample_lines=lines[sampling],
             sample_positions=ends[sampling],
@@ -153,6 +149,24 @@ class SequenceMirror:
                 f"{chunks[i]} cannot be computed: {self._known[lines[i]]} tokens are known and "
                 f"{self._num_blocks[lines[i]]} blocks of {self.block_size} are assigned"
             )
+
+
+def padded(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """The values `[n]` and zeros behind them, `[count]`."""
+    return values if count == len(values) else np.pad(values, (0, count - len(values)))
+
+
+def _rows_of(
+    lines: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The first row of every chunk and the end of the last, and for every row its line and its position."""
+    lengths = ends - starts
+    row_starts = np.zeros(len(lines) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=row_starts[1:])
+    num_rows = int(row_starts[-1])
+    if num_rows == len(lines):  # a row each, as most steps have
+        return row_starts, lines, starts
+    return row_starts, np.repeat(lines, lengths), np.arange(num_rows) + np.repeat(starts - row_starts[:-1], lengths)
 
 
 def _with_columns(matrix: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

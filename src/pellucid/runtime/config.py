@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from pellucid.core.errors import ConfigError
-from pellucid.kernels.processors import physical_cores
+from pellucid.kernels.processors import native, physical_cores
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -22,10 +22,11 @@ _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
     """`dtype` is that of weights, activations and KV cache; logits are float32 always. "auto" takes bfloat16 where the
-    processor multiplies it in hardware (or the device is no CPU), else float32. `threads` 0 takes one per physical core
-    that this process may use. `isa` "reference" keeps native kernels out; portable, avx2, avx512 or amx
-    forces their level. `weights` is how they hold matrices: auto keeps a file's precision. `deterministic`: a request's
-    tokens do not depend on what else is in its batch (`kernels/deterministic.py` says at what price)."""
+    native kernels run (they widen it where a processor cannot multiply it), where the processor multiplies it in
+    hardware, and on a device that is no CPU; else float32. `threads` 0 takes one per physical core that this process
+    may use. `isa` "reference" keeps native kernels out; portable, avx2, avx512 or amx forces their level. `weights` is
+    how they hold matrices: auto keeps a file's precision. `deterministic`: a request's tokens do not depend on what
+    else is in its batch (`kernels/deterministic.py` says at what price)."""
 
     device: str = "cpu"
     dtype: Dtype = "auto"
@@ -57,7 +58,8 @@ class RuntimeConfig:
 
 def resolve(config: RuntimeConfig) -> RuntimeConfig:
     """The same configuration with dtype and threads decided for this machine."""
-    fast = not config.device.startswith("cpu") or any(flag in processor_flags() for flag in _FAST_BFLOAT16)
+    native_serves = config.isa != "reference" and native() is not None
+    fast = not config.device.startswith("cpu") or native_serves or not processor_flags().isdisjoint(_FAST_BFLOAT16)
     dtype: Dtype = config.dtype if config.dtype != "auto" else ("bfloat16" if fast else "float32")
     return replace(config, dtype=dtype, threads=config.threads or len(physical_cores()))
 

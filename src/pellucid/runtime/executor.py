@@ -26,7 +26,7 @@ from pellucid.kernels.native import NativeNeeds
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.decoder import Decoder, DecoderInput, load_decoder
 from pellucid.models.layers import DecoderWeights, Progress
-from pellucid.runtime.batch import SequenceMirror, StepBatch
+from pellucid.runtime.batch import SequenceMirror, StepBatch, padded
 from pellucid.runtime.config import RuntimeConfig, resolve
 from pellucid.runtime.kv_store import KVStore
 from pellucid.runtime.memory import MemoryReport, resident_bytes, return_freed_memory
@@ -55,7 +55,8 @@ class TorchExecutor:
         shape = {"block_size": config.block_size, "dtype": self._dtype}
         self._store = KVStore(spec, num_blocks=num_blocks, device=self._device, **shape)
         self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
-        self._store.populate()
+        for store in (self._store, self._host):
+            store.populate()
         self._mirror = SequenceMirror(config.block_size)
         self._sampler = Sampler(decoder.kernels, seed)
         self._launched: deque[StepPlan] = deque()
@@ -109,11 +110,12 @@ class TorchExecutor:
     def _to_device(self, batch: StepBatch) -> DecoderInput:
         kernels, config = self._decoder.kernels, self._decoder.config
         plan = kernels.plan_attention(batch.layout, config.num_kv_heads, self._dtype, self._device)
-        num_samples = len(batch.sample_rows)
-        sample_rows = np.pad(batch.sample_rows, (0, self._padded_rows(num_samples) - num_samples))
+        sample_rows = padded(batch.sample_rows, self._padded_rows(len(batch.sample_rows)))
         token_ids, positions, rows = (
-            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions, sample_rows)
+            torch.from_numpy(array) for array in (batch.token_ids, batch.positions, sample_rows)
         )
+        if self._device.type != "cpu":
+            token_ids, positions, rows = (x.to(self._device) for x in (token_ids, positions, rows))
         return DecoderInput(token_ids, positions, rows, plan)
 
     def _padded_rows(self, num_rows: int) -> int:

@@ -148,7 +148,8 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, const Atte
 }
 
 void tile_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
-  const bool decode = item.query_end - item.query_begin <= kBlock && !a.deterministic;
+  // The whole chunk decides, not how many of its queries this item has: else the number of threads would.
+  const bool decode = item.sequence->num_rows * (a.num_heads / a.num_kv_heads) <= kBlock && !a.deterministic;
   if (decode) decode_attend(a, item, next, reinterpret_cast<DecodeScratch*>(scratch));
   else chunk_attend(a, item, next, reinterpret_cast<ChunkScratch*>(scratch));
   _tile_release();

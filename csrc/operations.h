@@ -45,7 +45,7 @@ class RowPlan {
 
 // From how many rows on grouped weights become tiles instead of being multiplied group by group: where both took equally
 // long on a Sapphire Rapids core.
-constexpr int64_t kTileRows = 13;
+constexpr int64_t kTileRows = 9;
 
 Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic);
 

@@ -1,8 +1,8 @@
 // Matrix products on AMX tiles. One idea: the row count of a tile is the number of rows there are, so the same loop serves
 // one row, where memory is the limit, and five hundred, where the multiplier is.
 //
-// bfloat16 and int8 weights are stored as tiles. Grouped weights become bfloat16 while they are read, 32 columns at a time,
-// in this thread's scratch, where all rows then use them. (Int8 tiles would be twice as fast, but they need one scale per
+// bfloat16 and int8 weights are stored as tiles. Grouped weights become bfloat16 in this thread's scratch while they are read:
+// for few rows just before their product (Ring), for many 32 columns at a time (Columns). (Int8 tiles would be twice as fast, but they need one scale per
 // row of activations: that cost 4 % of perplexity on a 135M model, bfloat16 0.1 %.)
 #pragma once
 
@@ -96,18 +96,19 @@ inline void unpack_group(Format format, const uint8_t* p, float per_unit, uint8_
   else unpack_q4<true>(p, per_unit, out);
 }
 
-// Grouped weights for few rows: groups become tiles kAhead steps before they are multiplied, in a ring that never leaves the
+// Grouped weights for few rows: groups become tiles a few steps before they are multiplied, in a ring that never leaves the
 // first-level cache. (A whole pair of blocks would: writing it and reading it again from the second level takes longer than
-// unpacking.) Goes through the pairs of blocks step by step, left and right.
+// unpacking.) Goes through the blocks one by one, or through the left and right ones of each pair together.
+template <int kBlocks>
 class Ring {
  public:
   Ring(const Weight& w, Range pairs, std::byte* scratch)
       : format_(w.format), per_unit_(kUnbiased / w.unit), block_bytes_(block_bytes(w.format, w.k_padded)),
-        room_(reinterpret_cast<uint8_t*>(scratch)), from_(w.block(2 * pairs.begin)), left_end_(from_ + block_bytes_),
+        room_(reinterpret_cast<uint8_t*>(scratch)), from_(w.block(2 * pairs.begin)), block_end_(from_ + block_bytes_),
         end_(w.block(2 * pairs.end)) {
     for (int i = 0; i < kAhead; ++i) make_step();
   }
-  const uint8_t* left(int64_t) const { return room_ + used_ % kSlots * 2048; }
+  const uint8_t* left(int64_t) const { return room_ + used_ % kSlots * kBlocks * 1024; }
   const uint8_t* right(int64_t step) const { return left(step) + 1024; }
   void advance() {
     ++used_;
@@ -115,16 +116,15 @@ class Ring {
   }
 
  private:
-  static constexpr int64_t kAhead = 2, kSlots = 4;
+  static constexpr int64_t kAhead = 4 / kBlocks, kSlots = 8 / kBlocks;
 
   void make_step() {
-    uint8_t* to = room_ + made_++ % kSlots * 2048;
-    unpack_group(format_, from_, per_unit_, to);
-    unpack_group(format_, from_ + block_bytes_, per_unit_, to + 1024);
+    uint8_t* to = room_ + made_++ % kSlots * kBlocks * 1024;
+    for (int i = 0; i < kBlocks; ++i) unpack_group(format_, from_ + i * block_bytes_, per_unit_, to + i * 1024);
     from_ += group_bytes(format_);
-    if (from_ < left_end_) return;
-    from_ += block_bytes_;  // past the right block
-    left_end_ = from_ + block_bytes_;
+    if (from_ < block_end_) return;
+    from_ += (kBlocks - 1) * block_bytes_;  // past the right block
+    block_end_ = from_ + block_bytes_;
   }
 
   const Format format_;
@@ -132,7 +132,7 @@ class Ring {
   const int64_t block_bytes_;
   uint8_t* const room_;
   const uint8_t* from_;
-  const uint8_t* left_end_;
+  const uint8_t* block_end_;
   const uint8_t* const end_;
   int64_t made_ = 0, used_ = 0;
 };
@@ -333,6 +333,47 @@ class TileRows {
   Unstored unstored_;
 };
 
+// Three or four row tiles against one block of columns at a time, so that each tile of a Ring is loaded once.
+template <int kRowTiles>
+void multiply_columns(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
+  const int64_t steps = a.panel.k_padded / 32;
+  const uint8_t* x = a.panel.data + rows.begin * steps * kStepBytes;
+  Ring<1> columns(a.weight, pairs, scratch);
+  Sums sums[2][2];  // [turn][pair of row tiles]
+  const auto store_pair = [&](int64_t pair) {
+    const int64_t split = rows.begin + 2 * kBlock;
+    store_sums<false>(a, sums[pair % 2][0], {rows.begin, 2 * kBlock, pair});
+    store_sums<false>(a, sums[pair % 2][1], {split, rows.end - split, pair});
+  };
+  for (int64_t block = 2 * pairs.begin; block < 2 * pairs.end; ++block) {
+    zero_tile<0>();
+    zero_tile<1>();
+    zero_tile<2>();
+    zero_tile<3>();
+    for (int64_t step = 0; step < steps; ++step) {
+      load_tile<6>(columns.left(step), 64);
+      load_tile<4>(x + step * 1024, 64);
+      multiply_bf16<0, 4, 6>();
+      load_tile<5>(x + (steps + step) * 1024, 64);
+      multiply_bf16<1, 5, 6>();
+      load_tile<4>(x + (2 * steps + step) * 1024, 64);
+      multiply_bf16<2, 4, 6>();
+      if constexpr (kRowTiles == 4) {
+        load_tile<5>(x + (3 * steps + step) * 1024, 64);
+        multiply_bf16<3, 5, 6>();
+      }
+      columns.advance();
+    }
+    Sums(&to)[2] = sums[block / 2 % 2];
+    store_tile<0>(to[0].v[block % 2], 64);
+    store_tile<1>(to[0].v[2 + block % 2], 64);
+    store_tile<2>(to[1].v[block % 2], 64);
+    if constexpr (kRowTiles == 4) store_tile<3>(to[1].v[2 + block % 2], 64);
+    if (block % 2 == 0 && block / 2 > pairs.begin) store_pair(block / 2 - 1);
+  }
+  store_pair(pairs.end - 1);
+}
+
 template <bool kInt8>
 void tile_matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
   const int64_t whole = kPanelBytes / (a.panel.k_padded * (kInt8 ? 1 : 2)) / 32 * 32;
@@ -344,8 +385,12 @@ void tile_matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratc
     // Only the last tiles can be short; a panel with whole tiles before them multiplies some unused rows there.
     configure(count < kBlock ? static_cast<int>(count) : 16,
               count > kBlock && count < 2 * kBlock ? static_cast<int>(count - kBlock) : 16);
-    if (a.panel.preparation == Preparation::quad16 && count <= 2 * kBlock) {
-      Ring columns(a.weight, pairs, scratch);
+    const bool grouped = a.panel.preparation == Preparation::quad16;
+    if (grouped && count > 2 * kBlock && count <= 4 * kBlock) {
+      if (count > 3 * kBlock) multiply_columns<4>(a, panel, pairs, scratch);
+      else multiply_columns<3>(a, panel, pairs, scratch);
+    } else if (grouped && count <= 2 * kBlock) {
+      Ring<2> columns(a.weight, pairs, scratch);
       for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) tiles.multiply(panel, pair, columns);
     } else {
       Columns columns(a.weight, scratch);

@@ -52,7 +52,7 @@ static_assert(sizeof(VectorScratch) <= (size_t{8} << 20));
 static_assert(sizeof(SampleScratch) <= (size_t{8} << 20));
 
 constexpr Kernels kTable = {PELLUCID_QUOTE(PELLUCID_LEVEL), kHasTiles, prepare,  matmul,  rope, attend, merge,
-                            dequantize_row,                 rms_norm,  silu_mul, argmax, sample};
+                            dequantize_row,                 rms_norm,  silu_mul, sample};
 
 }  // namespace
 

@@ -176,7 +176,6 @@ struct Kernels {
   void (*dequantize_row)(const Weight&, int64_t row, float* out);
   void (*rms_norm)(const void* x, Dtype dtype, const float* weight, float epsilon, int64_t k, void* y);
   void (*silu_mul)(const void* gate, const void* up, Dtype dtype, int64_t count, void* y);
-  int64_t (*argmax)(const float* x, int64_t count);
   int64_t (*sample)(const SampleRow&, const float* scores, int64_t count, std::byte* scratch);  // at most kMaxVocabulary
 };
 

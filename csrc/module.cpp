@@ -139,14 +139,6 @@ class Cpu {
     });
   }
 
-  void argmax(uintptr_t logits, int64_t rows, int64_t count, uintptr_t out) {
-    pool_.run([&](Team& team) {
-      const Range share = share_of(rows, team);
-      for (int64_t row = share.begin; row < share.end; ++row)
-        at<int64_t>(out)[row] = kernels_.argmax(at<float>(logits) + row * count, count);
-    });
-  }
-
   // rules: [rows]; out: the token of each row.
   void sample(uintptr_t logits, int64_t rows, int64_t count, uintptr_t rules, uintptr_t out) {
     if (count > kMaxVocabulary) throw std::invalid_argument("the vocabulary is too large to be sampled from");
@@ -230,7 +222,6 @@ void bind_cpu(nb::module_& m) {
       .def("rope", &Cpu::rope, release())
       .def("attention", &Cpu::attention, release())
       .def("dequantize_rows", &Cpu::dequantize_rows, release())
-      .def("argmax", &Cpu::argmax, release())
       .def("sample", &Cpu::sample, release())
       .def("copy_blocks", &Cpu::copy_blocks, release())
       .def("probe", &Cpu::probe, release());

@@ -157,18 +157,6 @@ void silu_mul(const void* gate, const void* up, Dtype dtype, int64_t count, void
   }
 }
 
-int64_t argmax(const float* x, int64_t count) {
-  float best = x[0];
-  int64_t i = 0;
-  Floats top = splat(x[0]);
-  for (; i + 16 <= count; i += 16) top = larger(top, load(x + i));
-  best = largest_of(top);
-  for (; i < count; ++i) best = best > x[i] ? best : x[i];
-  for (i = 0; i < count; ++i)
-    if (x[i] == best) return i;  // the first of equals, as torch.argmax promises on CPU
-  return 0;                      // only not-a-numbers
-}
-
 // --- rotary embedding and the write to the cache -----------------------------------------------------------------------
 
 // The halves of a head are the two coordinates of each rotated plane (the Hugging Face order of weights).

@@ -295,13 +295,6 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
-    def greedy(self, scores: Tensor) -> Tensor:
-        """The first most likely token of each row. `[R, V]` float32 -> `[R]` int64."""
-        scores = scores.to(torch.float32).contiguous()
-        out = torch.empty(scores.shape[0], dtype=torch.int64)
-        self._cpu.argmax(scores.data_ptr(), scores.shape[0], scores.shape[1], out.data_ptr())
-        return out
-
     def sample(self, scores: Tensor, rows: npt.NDArray[np.void]) -> Tensor:
         """The next token of every row, as `sampling.sample` but without sorting: scores `[R, V]`, rows `[R]` of
         `SAMPLE_ROW` -> `[R]` int64."""

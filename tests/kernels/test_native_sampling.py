@@ -50,9 +50,14 @@ def kept_weights(scores: torch.Tensor, row: np.void, slack: float = 0.0) -> np.n
 
 
 def possible(scores: torch.Tensor, row: np.void) -> set[int]:
-    """The tokens that rounding may choose: those within a hundred thousandth of the exact draw."""
+    """The tokens that rounding may choose: those within a hundred thousandth of the exact draw, by each set of tokens
+    that a filter's edge within a hundred thousandth of the exact one keeps."""
     found = set()
-    for slack in (-1e-5, 0.0, 1e-5):
+    exact = kept_weights(scores, row)
+    edge = exact[exact > 0].min()
+    weights = torch.softmax(scores.double() / float(row["temperature"]), dim=-1).numpy()
+    near = 1 - weights[np.abs(weights / edge - 1) <= 1e-5] / edge
+    for slack in {-1e-5, 0.0, 1e-5, *(near + 1e-12), *(near - 1e-12)}:
         ends = kept_weights(scores, row, slack).cumsum()
         for miss in (-1e-5, 0.0, 1e-5):
             target = min(max(float(row["uniform"]) + miss, 0.0), 1 - 1e-9) * ends[-1]

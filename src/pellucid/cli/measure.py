@@ -30,6 +30,7 @@ from pellucid.planner.kernel_rates import TimedStep, rates_from
 from pellucid.planner.profile import MachineProfile, default_path, profile_from, write_profile
 from pellucid.planner.quantity import format_bytes, format_flops, format_rate, format_seconds
 from pellucid.planner.shape import ModelShape
+from pellucid.runtime.loading import let_openmp_sleep
 from pellucid.runtime.step_timing import StepTiming, standard_batches, time_steps
 from pellucid.settings import EngineSettings
 
@@ -50,9 +51,7 @@ def measure(
 ) -> None:
     """Measure this machine in under two minutes and store the profile; `this-machine` then means it."""
     path = output or default_path(os.environ)
-    # As runtime/loading.py does for the engine: OpenMP reads it when PyTorch is loaded, which the machine's part may
-    # do.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    let_openmp_sleep()  # the machine's part may load PyTorch, before the engine's does
     console = Console(stderr=True)
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console) as bar:
         profile = _machine(bar, device)

@@ -20,6 +20,9 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kSmall = size_t{64} << 10;  // from here on a whole huge page is worth it
 constexpr size_t kShared = size_t{32} << 20;  // what parts are cut from; what is not touched takes no memory
 
+using Clock = std::chrono::steady_clock;
+constexpr Clock::duration kMoment = std::chrono::milliseconds(200);  // longer than most steps
+
 }  // namespace
 
 Buffer::~Buffer() {
@@ -78,10 +81,21 @@ Populating::Populating(void* start, size_t count, size_t bytes) {
         const auto begin = reinterpret_cast<uintptr_t>(first + i * bytes + offset) & ~uintptr_t{4095};
         const auto end = reinterpret_cast<uintptr_t>(first + i * bytes + std::min(offset + kHugePage, bytes));
         // Refused before Linux 5.14: then pages are handed out when they are first used.
+        const auto began = Clock::now();
         if (madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE) != 0) return;
+        rest(Clock::now() - began);
       }
     done_.store(true, std::memory_order_release);
   });
+}
+
+void Populating::slow_down() { slow_until_.store(Clock::now() + kMoment, std::memory_order_relaxed); }
+
+void Populating::rest(Clock::duration worked) const {
+  const auto enough = Clock::now() + std::min<Clock::duration>(9 * worked, kMoment);
+  while (!stopping_.load(std::memory_order_relaxed) && Clock::now() < enough &&
+         Clock::now() < slow_until_.load(std::memory_order_relaxed))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 Populating::~Populating() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -58,16 +59,22 @@ class Part {
 // of clearing on some virtual machines, which a step should not wait for. What is written meanwhile stays.
 //
 // The region holds `count` arrays of `bytes` that are used from their beginnings on, so their first pages come first.
+// Where the host of a virtual machine has to find the page first, a core does nothing else meanwhile, whatever the priorities
+// inside: so whoever runs a step calls slow_down(), and for a moment a page is followed by a rest of nine times its time.
 class Populating {
  public:
   Populating(void* start, size_t count, size_t bytes);
   ~Populating();  // stops, within the time of a page
   Populating(const Populating&) = delete;
   Populating& operator=(const Populating&) = delete;
+  void slow_down();
   bool done() const { return done_.load(std::memory_order_acquire); }
 
  private:
+  void rest(std::chrono::steady_clock::duration worked) const;
+
   std::atomic<bool> stopping_{false}, done_{false};
+  std::atomic<std::chrono::steady_clock::time_point> slow_until_{};
   std::thread thread_;
 };
 

@@ -235,6 +235,7 @@ void bind_memory(nb::module_& m) {
             new (self) Populating(at<void>(start), count, bytes);
           },
           nb::keep_alive<1, 2>(), "owner"_a, "start"_a, "count"_a, "bytes"_a)
+      .def("slow_down", &Populating::slow_down)
       .def_prop_ro("done", &Populating::done);
 }
 

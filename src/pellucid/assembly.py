@@ -24,6 +24,8 @@ from pellucid.runtime.loading import load_libraries
 from pellucid.settings import EngineSettings
 from pellucid.telemetry.recorder import StepRecorder
 
+_WARM_TOKENS = 1024  # enough for the usual budgets; without chunked prefill a budget is a whole context
+
 
 def build_engine(
     settings: EngineSettings, path: Path, scheduler: SchedulerConfig, progress: Callable[[str], None]
@@ -32,6 +34,7 @@ def build_engine(
     progress("loading PyTorch")
     load_libraries()
     from pellucid.runtime.executor import load_executor
+    from pellucid.runtime.step_timing import warm_up
 
     def loaded(done: int, total: int) -> None:
         progress(f"loading weights: {done} of {total} layers")
@@ -43,6 +46,14 @@ def build_engine(
         num_host_blocks=scheduler.num_host_blocks,
         seed=settings.seed,
         progress=loaded,
+    )
+    progress("warming up")
+    warm_up(
+        executor,
+        num_tokens=min(scheduler.token_budget, _WARM_TOKENS),
+        num_sequences=scheduler.max_running,
+        block_size=scheduler.block_size,
+        num_blocks=scheduler.num_blocks,
     )
     log = None if settings.input_log is None else InputLog(_json_lines(settings.input_log))
     recorder = _recorder(settings.step_records, scheduler.step_target)

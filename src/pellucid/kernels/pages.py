@@ -35,8 +35,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def populate(arrays: Tensor, count: int) -> Any | None:
     """Have the pages of `zeros` handed out in the background: those at the beginning of each of the `count` equal parts
-    first, on a thread of the lowest priority, which ends with the returned handle (its `done` says when all are there).
-    None where there is nothing to do or nobody to do it: without native kernels a page comes when it is used."""
+    first, on a thread of the lowest priority, which ends with the returned handle. Its `done` says when all are there;
+    `slow_down` tells it that a step runs. None where there is nothing to do or nobody to do it: without native kernels
+    a page comes when it is used."""
     num_bytes = arrays.numel() * arrays.element_size()
     module = native()
     if module is None or num_bytes < HUGE_PAGE_BYTES:

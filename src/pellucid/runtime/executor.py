@@ -72,6 +72,8 @@ class TorchExecutor:
             raise InvariantViolation(f"step {ticket} is collected out of order or was never launched")
         plan = self._launched.popleft()
         began = perf_counter()
+        for store in (self._store, self._host):
+            store.begin_step()
         with torch.inference_mode():
             self._mirror.apply(plan)
             for copy in plan.copies:

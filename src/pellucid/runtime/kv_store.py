@@ -53,6 +53,12 @@ class KVStore:
             if memory.device.type == "cpu"
         ]
 
+    def begin_step(self) -> None:
+        """A step is about to run: what `populate` still has to do is done slowly for the next moment."""
+        for pages_to_come in self._populating:
+            if pages_to_come is not None:
+                pages_to_come.slow_down()
+
     @property
     def num_bytes(self) -> int:
         """Bytes reserved, over all layers."""

@@ -85,6 +85,22 @@ def time_steps(
     return [_timing(batch, times) for batch, times in zip(batches, runs, strict=True)]
 
 
+def warm_up(executor: Executor, *, num_tokens: int, num_sequences: int, block_size: int, num_blocks: int) -> None:
+    """Run a chunk of `num_tokens` and a step of `num_sequences` decodes once, or what `num_blocks` hold of them: a step's
+    buffers, the first pages of the cache and the kernels' threads are there before a request waits for them."""
+    chunk = Batch(1, min(num_tokens, num_blocks * block_size), 0, True)
+    decodes = Batch(min(num_sequences, num_blocks), 1, 0, True)
+    for index, batch in enumerate((chunk, decodes)):
+        first = _plan(batch, 2 * index, block_size)
+        executor.collect(executor.launch(first))
+        _release(executor, first, 2 * index + 1)
+
+
+def _release(executor: Executor, first: StepPlan, step_id: int) -> None:
+    released = tuple(n.seq_id for n in first.new)
+    executor.collect(executor.launch(StepPlan(step_id, (), released=released)))
+
+
 def _turn(executor: Executor, first: StepPlan) -> list[tuple[float, float]]:
     """Announce `first`, run its like, and release its sequences: (seconds, of them preparation) of each timed run."""
     executor.collect(executor.launch(first))
@@ -92,8 +108,7 @@ def _turn(executor: Executor, first: StepPlan) -> list[tuple[float, float]]:
     while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(t for t, _ in times) < _TURN_SECONDS):
         result = executor.collect(executor.launch(StepPlan(first.step_id + 1 + len(times), first.chunks)))
         times.append((result.seconds, dict(result.phases).get("prepare", 0.0)))
-    released = tuple(n.seq_id for n in first.new)
-    executor.collect(executor.launch(StepPlan(first.step_id + 1 + len(times), (), released=released)))
+    _release(executor, first, first.step_id + 1 + len(times))
     return times
 
 

@@ -57,6 +57,7 @@ class Decoder {
   void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
   void step(const StepBatch& batch);
   const std::array<double, kNumPhases>& phase_seconds() const { return phase_seconds_; }
+  double stolen_seconds() const { return pool_.stolen_seconds(); }
 
  private:
   // y = store(norm(x) . W^T + bias); norm and bias may be null.

@@ -272,6 +272,7 @@ void bind_decoder(nb::module_& m) {
                     at<int32_t>(sampled), at<float>(logits)});
           },
           nb::call_guard<nb::gil_scoped_release>())
+      .def("stolen_seconds", &Decoder::stolen_seconds)
       .def("phase_seconds", [](const Decoder& d) {
         nb::dict result;
         for (int i = 0; i < kNumPhases; ++i)

@@ -4,8 +4,10 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <climits>
 #include <new>
@@ -24,6 +26,13 @@ void pause_briefly() {
 int64_t now_nanoseconds() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+// On-processor time of the calling thread.
+int64_t worked_nanoseconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -61,7 +70,9 @@ int64_t Team::ticket() { return pool->tickets_.fetch_add(1, std::memory_order_re
 void Team::reset_tickets() { pool->tickets_.store(0, std::memory_order_relaxed); }
 
 ThreadPool::ThreadPool(std::vector<int> cores, double spin_seconds)
-    : cores_(std::move(cores)), spin_nanoseconds_(static_cast<int64_t>(spin_seconds * 1e9)) {
+    : cores_(std::move(cores)),
+      spin_nanoseconds_(static_cast<int64_t>(spin_seconds * 1e9)),
+      stolen_nanoseconds_(cores_.size()) {
   for (size_t i = 0; i < cores_.size(); ++i) {
     void* memory = mmap(nullptr, kScratchBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
@@ -93,7 +104,7 @@ void ThreadPool::run_erased(Entry entry, void* context, bool pin_caller) {
   if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake_all(&epoch_);
 
   Team team{this, 0, size(), scratch_[0]};
-  entry(context, team);
+  take_part(team);
   spin_until([this] { return running_.load(std::memory_order_acquire) == 0; });
   if (pinned) sched_setaffinity(0, sizeof before, &before);
 }
@@ -104,9 +115,20 @@ void ThreadPool::work(int rank) {
     wait_for_job(seen);
     if (stopping_.load(std::memory_order_acquire)) return;
     Team team{this, rank, size(), scratch_[rank]};
-    entry_(context_, team);
+    take_part(team);
     running_.fetch_sub(1, std::memory_order_release);
   }
+}
+
+void ThreadPool::take_part(Team& team) {
+  const int64_t began = now_nanoseconds(), worked = worked_nanoseconds();
+  entry_(context_, team);
+  stolen_nanoseconds_[static_cast<size_t>(team.rank)] = now_nanoseconds() - began - (worked_nanoseconds() - worked);
+}
+
+double ThreadPool::stolen_seconds() const {
+  const int64_t most = *std::max_element(stolen_nanoseconds_.begin(), stolen_nanoseconds_.end());
+  return 1e-9 * static_cast<double>(std::max<int64_t>(0, most));
 }
 
 void ThreadPool::wait_for_job(uint32_t seen) {

@@ -43,6 +43,10 @@ class ThreadPool {
 
   int size() const { return static_cast<int>(cores_.size()); }
 
+  // How long the last job's threads were kept from their cores by others, of the one that lost most: wall time less
+  // processor time. They never sleep inside a job, and those that are not held up wait for the one that is.
+  double stolen_seconds() const;
+
   // Runs `job(team)` once on every thread and returns when all are done. `pin_caller` keeps the calling thread on
   // cores[0] meanwhile: worth two system calls for a whole step, not for one small kernel.
   template <class Job>
@@ -57,12 +61,14 @@ class ThreadPool {
 
   void run_erased(Entry entry, void* context, bool pin_caller);
   void work(int rank);
+  void take_part(Team& team);
   void wait_for_job(uint32_t seen);
   void barrier();
 
   std::vector<int> cores_;
   int64_t spin_nanoseconds_;
   std::vector<std::byte*> scratch_;
+  std::vector<int64_t> stolen_nanoseconds_;  // by rank
   std::vector<std::thread> threads_;
   std::mutex callers_;
   Entry entry_ = nullptr;

@@ -108,3 +108,20 @@ def test_features_of_a_mixed_plan() -> None:
 def test_a_prior_below_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing below 0"):
         FittedCost(DEFAULT_PRIOR._replace(attended=-1.0))
+
+
+def test_the_pace_follows_a_neighbour_within_three_steps_and_lets_go_again() -> None:
+    """Whatever the steps are made of: what was learnt of each kind of step stays, all are slower for a while."""
+    rng = random.Random(7)
+    model = FittedCost()
+    for _ in range(600):
+        features = random_step(rng)
+        model.observe(features, machine(features))
+    calm = mean_error(model, rng)
+    for slowness, limit in ((2.0, 0.2), (1.0, 0.25)):
+        for _ in range(4):
+            features = random_step(rng)
+            model.observe(features, slowness * machine(features))
+        features = random_step(rng)
+        assert abs(model.predict(features).seconds / (slowness * machine(features)) - 1) < limit + calm
+    assert mean_error(model, rng) < calm + 0.15

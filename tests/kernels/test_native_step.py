@@ -6,6 +6,12 @@ that depends on the rounding (`SHARES`); the weights are read back from their pa
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +177,20 @@ def test_phases_add_up_and_unfit_rows_are_refused() -> None:
         model.step([(tokens(1, 7), 0, 1, [80])])
     with pytest.raises(ConfigError, match="positions is int64"):
         StepRows(np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int32))
+
+
+def test_time_that_others_take_from_a_step_is_seen() -> None:
+    """A process on each core that never rests gets its share of them, and the step's threads miss it."""
+    model = TinyModel("bf16")
+    hog = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+    stolen, deadline = 0.0, time.monotonic() + 20.0
+    with contextlib.ExitStack() as stack:
+        for core in os.sched_getaffinity(0):
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", hog, str(core)]))
+            stack.callback(process.kill)
+        while stolen < 1e-3 and time.monotonic() < deadline:
+            began = time.perf_counter()
+            model.step([(tokens(200, 7), 0, 200, list(range(14)))])
+            assert 0 <= model.decoder.stolen_seconds() <= time.perf_counter() - began
+            stolen = max(stolen, model.decoder.stolen_seconds())
+    assert stolen >= 1e-3

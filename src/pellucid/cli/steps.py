@@ -55,7 +55,7 @@ def steps(
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line a step; times in milliseconds."""
     shown = Table(box=None, padding=(0, 1), header_style="bold")
-    for name in ("step", "ms", "expected", "gap", "tokens", "prompt", "seqs", "wait", "free", "cached"):
+    for name in ("step", "ms", "expected", "stolen", "gap", "tokens", "prompt", "seqs", "wait", "free", "cached"):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("plan", no_wrap=True, overflow="ellipsis")
     for row in rows:
@@ -65,6 +65,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
             str(row["step_id"]),
             f"{1e3 * row['seconds']:.1f}",
             f"{1e3 * row['predicted_seconds']:.1f}",
+            f"{1e3 * row.get('stolen_seconds', 0.0):.1f}",  # dumps of earlier versions have none
             f"{1e3 * row['gap_seconds']:.1f}",
             str(features["num_tokens"]),
             str(row["num_prompt_tokens"]),

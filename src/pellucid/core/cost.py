@@ -5,9 +5,10 @@ fitted to this machine's own steps as they are committed. Step time is no straig
 compute overtakes bandwidth and others where kernels change path; so new tokens go through a table of buckets, and the
 rest (attended tokens, context read, sequences, samples, copied bytes) is linear:
 
-    seconds = table(num_tokens) + sum of coefficient * feature
+    seconds = pace * (table(num_tokens) + sum of coefficient * feature)
 
-The state is a function of prior and committed steps alone, so a replayed run predicts what the recorded one did.
+`pace` is how much slower than its coefficients the machine is at this moment, whatever the step is made of. The state
+is a function of prior and committed steps alone, so a replayed run predicts what the recorded one did.
 """
 
 from __future__ import annotations
@@ -77,6 +78,9 @@ _START_SPREAD = 0.3
 _FORGETTING = 0.96
 _MODEL_ERROR = 0.05
 _LEAST_DOUBT = 0.1
+_PACE_GAIN = 0.35
+_PACE_JUMP = 1.6
+_PACE_RETURN = 0.02
 
 
 class FittedCost:
@@ -88,8 +92,11 @@ class FittedCost:
     last 25 steps that touched it in force. It is never sure of anything: coefficients keep a doubt of 10 %, and a step
     a model error of 5 %, or a thousand quiet decodes would settle what a token of context costs in a long prompt. A
     residual counts for at most three standard deviations, so that one step that the host stole moves the table little.
-    Coefficients stay >= 0, and twice the tokens take at least as long and at most twice as long: so what is learnt of
-    small steps reaches the knots of large ones that were not run for a while.
+    The pace follows a neighbour on the machine, or its clock, within three steps: a third of the way to what the last
+    step says, which counts for at most 1.6 times the pace before. Coefficients learn what the pace leaves; it returns
+    to 1 by a fiftieth a step, so that what lasts becomes theirs. Coefficients stay >= 0, and twice the tokens take at
+    least as long and at most twice as long: so what is learnt of small steps reaches the knots of large ones that were
+    not run for a while.
     """
 
     def __init__(self, prior: CostPrior = DEFAULT_PRIOR) -> None:
@@ -99,12 +106,17 @@ class FittedCost:
         self._theta = [*prior.table, *prior[1:]]
         self._variance = [value * value for value in self._theta]
         self._relative_variance = _START_SPREAD**2
+        self._pace = 1.0
         self.num_observed = 0
 
     def predict(self, features: StepFeatures) -> Prediction:
+        seconds = self._pace * self._at_pace_1(features)
+        return Prediction(seconds, seconds * sqrt(self._relative_variance))
+
+    def _at_pace_1(self, features: StepFeatures) -> float:
         index, low, high = self._bucket(features.num_tokens)
         theta, n = self._theta, self._num_knots
-        seconds = (
+        return (
             low * theta[index]
             + high * theta[index + 1]
             + features.num_attended * theta[n]
@@ -113,11 +125,23 @@ class FittedCost:
             + features.num_samples * theta[n + 3]
             + features.copied_bytes * theta[n + 4]
         )
-        return Prediction(seconds, seconds * sqrt(self._relative_variance))
 
     def observe(self, features: StepFeatures, seconds: float) -> None:
         """Learn that a step of these features took `seconds`."""
-        predicted = self.predict(features).seconds
+        base = self._at_pace_1(features)
+        error = seconds / max(self._pace * base, 1e-9) - 1.0
+        self._follow_pace(seconds / max(base, 1e-9))
+        self._learn(features, base, seconds / self._pace)
+        self._relative_variance += _SPREAD_MEMORY * (min(error * error, 1.0) - self._relative_variance)
+        self.num_observed += 1
+
+    def _follow_pace(self, seen: float) -> None:
+        seen = min(max(seen, self._pace / _PACE_JUMP), self._pace * _PACE_JUMP)
+        self._pace += _PACE_GAIN * (seen - self._pace)
+        self._pace += _PACE_RETURN * (1.0 - self._pace)
+
+    def _learn(self, features: StepFeatures, predicted: float, seconds: float) -> None:
+        """Move the coefficients that the step touched; `predicted` and `seconds` are at pace 1."""
         relative = max(self._relative_variance, _MODEL_ERROR**2)
         noise = relative * max(predicted, seconds * 0.1) ** 2 + 1e-12
         inputs = self._inputs(features)
@@ -132,9 +156,6 @@ class FittedCost:
             left = variance[i] * (1.0 - gain * x) / _FORGETTING
             variance[i] = min(max(left, _LEAST_DOUBT**2 * square), square)
         self._straighten(inputs[0][0])
-        relative = surprise / max(predicted, 1e-9)
-        self._relative_variance += _SPREAD_MEMORY * (min(relative * relative, 1.0) - self._relative_variance)
-        self.num_observed += 1
 
     def _straighten(self, index: int) -> None:
         """Bring the knots in line with knot `index`, outwards: each between its inner neighbour and twice it."""

@@ -108,7 +108,8 @@ class StepResult:
 
     `tokens` runs parallel to the plan's chunks: the tokens sampled after each (empty where the chunk does not sample;
     one today, several with speculation). `seconds` is the step's wall time (or modelled time), `phases` its parts as
-    (name, seconds). `transfers_done` lists the ids of transfers that completed up to now.
+    (name, seconds). `stolen_seconds`: how much of it others on the machine kept the step's threads from running, 0
+    where the executor cannot tell. `transfers_done` lists the ids of transfers that completed up to now.
     """
 
     step_id: int
@@ -116,6 +117,7 @@ class StepResult:
     seconds: float
     phases: tuple[tuple[str, float], ...] = ()
     transfers_done: tuple[int, ...] = ()
+    stolen_seconds: float = 0.0
 
 
 def _ids(blocks: tuple[int, ...]) -> str:

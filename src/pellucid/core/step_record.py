@@ -31,7 +31,8 @@ class StepSummary(NamedTuple):
     """One step in numbers.
 
     `started`: when deciding it began. `gap_seconds`: from the end of the step before to there, 0 where the engine had
-    been idle. `seconds`: the executor's wall time, `phases` its parts. `predicted_*`: what the scheduler's cost model
+    been idle. `seconds`: the executor's wall time, `phases` its parts; `stolen_seconds` of it other processes kept the
+    step's threads from their cores. `predicted_*`: what the scheduler's cost model
     expected of it, before it learned from it. `num_prompt_tokens`: computed tokens that lie inside their request's
     prompt, so a step that only decodes has 0. Counts of requests and blocks are those after the step (`num_swapped` are
     among the waiting); `num_preempted` are those of this step. `host_blocks` is None without a host tier.
@@ -54,6 +55,7 @@ class StepSummary(NamedTuple):
     num_preempted: int
     device_blocks: BlockCounts
     host_blocks: BlockCounts | None = None
+    stolen_seconds: float = 0.0
 
     @property
     def wall_seconds(self) -> float:

@@ -97,6 +97,7 @@ class Recording:
             num_preempted=sum(1 for event in events if isinstance(event, Preempted)),
             device_blocks=block_counts(scheduler.kv.pool),
             host_blocks=block_counts(scheduler.kv.host) if scheduler.config.num_host_blocks else None,
+            stolen_seconds=result.stolen_seconds,
         )
         self._ended = times.folded if scheduler.has_work else None
         self._batch.append(summary)

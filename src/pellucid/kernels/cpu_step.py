@@ -134,6 +134,10 @@ class CpuDecoder:
         """Where the last step's time went."""
         return dict(self._decoder.phase_seconds())
 
+    def stolen_seconds(self) -> float:
+        """How long others kept the last step's threads from their cores."""
+        return float(self._decoder.stolen_seconds())
+
 
 def _address(x: Tensor | None) -> int:
     """Address of a float32 vector or table, 0 for none. Raises ConfigError for another dtype."""

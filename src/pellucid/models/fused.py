@@ -49,6 +49,10 @@ class FusedStep:
         )
         return self._decoder.step(rows, batch.attention.batch)
 
+    def stolen_seconds(self) -> float:
+        """How long others kept the last step's threads from their cores; 0 before the first step."""
+        return 0.0 if self._decoder is None else self._decoder.stolen_seconds()
+
     def _prepare(self, cache: Cache) -> CpuDecoder:
         config, weights = self._config, self._weights
         return CpuDecoder(

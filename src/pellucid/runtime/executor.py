@@ -92,7 +92,8 @@ class TorchExecutor:
             tokens = self._sample(logits, batch)
         ended = perf_counter()
         phases = (("prepare", prepared - began), ("forward", computed - prepared), ("sample", ended - computed))
-        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases, moved)
+        stolen = 0.0 if self._decoder.fused is None else self._decoder.fused.stolen_seconds()
+        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases, moved, stolen)
 
     def memory(self) -> MemoryReport:
         """What the executor holds now."""

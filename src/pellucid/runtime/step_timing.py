@@ -86,8 +86,8 @@ def time_steps(
 
 
 def warm_up(executor: Executor, *, num_tokens: int, num_sequences: int, block_size: int, num_blocks: int) -> None:
-    """Run a chunk of `num_tokens` and a step of `num_sequences` decodes once, or what `num_blocks` hold of them: a step's
-    buffers, the first pages of the cache and the kernels' threads are there before a request waits for them."""
+    """Run a chunk of `num_tokens` and a step of `num_sequences` decodes once, or what `num_blocks` hold of them: a
+    step's buffers, the first pages of the cache and the kernels' threads are there before a request waits for them."""
     chunk = Batch(1, min(num_tokens, num_blocks * block_size), 0, True)
     decodes = Batch(min(num_sequences, num_blocks), 1, 0, True)
     for index, batch in enumerate((chunk, decodes)):

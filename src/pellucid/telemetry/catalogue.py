@@ -152,6 +152,11 @@ STEP_PARTS = Metric(
     "phases.",
     ("part",),
 )
+STEP_STOLEN = Metric(
+    "pellucid_step_stolen_seconds_total",
+    "counter",
+    "How long other processes kept the threads of steps from their cores.",
+)
 
 # The machine.
 FLOPS = Metric(

@@ -38,6 +38,7 @@ def _step(row: Mapping[str, Any]) -> list[Event]:
     began = row["started"] - row["gap_seconds"]
     whole = row["gap_seconds"] + row["schedule_seconds"] + row["seconds"] + row["commit_seconds"]
     details = {"plan": row["plan"], "predicted_ms": 1e3 * row["predicted_seconds"], **features}
+    details["stolen_ms"] = 1e3 * row.get("stolen_seconds", 0.0)
     details |= {name: row[name] for name in ("num_waiting", "num_running", "num_swapped", "num_preempted")}
     kind = "decode" if row["num_prompt_tokens"] == 0 else "mixed"
     title = f"step {row['step_id']}: {kind}, {features['num_tokens']} tokens"

@@ -63,6 +63,7 @@ class ServerMetrics:
         self.tokens = Counters(catalogue.TOKENS)
         self.rejections = Counters(catalogue.REJECTIONS)
         self.step_parts = Counters(catalogue.STEP_PARTS)
+        self.step_stolen = Counters(catalogue.STEP_STOLEN)
         self.ttft = Histogram(catalogue.TTFT)
         self.itl = Histogram(catalogue.ITL)
         self.tpot = Histogram(catalogue.TPOT)
@@ -117,6 +118,7 @@ class ServerMetrics:
             self.step_predicted.observe(step.predicted_seconds)
             if step.predicted_seconds > 0.0:
                 self.step_prediction.observe(step.seconds / step.predicted_seconds)
+            self.step_stolen.add(step.stolen_seconds)
             self.step_parts.add(step.gap_seconds, "gap")
             self.step_parts.add(step.schedule_seconds, "schedule")
             self.step_parts.add(step.commit_seconds, "commit")
@@ -147,8 +149,10 @@ class ServerMetrics:
         for kept in (self.tokens, self.ttft_prediction, self.rejections):
             yield kept.family()
         yield from _engine_families(snapshot)
-        for kept in (self.step_seconds, self.step_predicted, self.step_prediction, self.step_tokens, self.step_parts):
+        for kept in (self.step_seconds, self.step_predicted, self.step_prediction, self.step_tokens):
             yield kept.family()
+        for counted in (self.step_parts, self.step_stolen):
+            yield counted.family()
         if self._machine is not None:
             yield from _machine_families(self._machine, self._clock())
         if self._vllm_model is not None:

@@ -18,17 +18,15 @@ from pellucid.cli.options import flag, flag_options
 from pellucid.cli.progress import loading, progress_bars
 from pellucid.cli.tokenizing import HELP as TOKENIZER_HELP
 from pellucid.cli.tokenizing import encoder
+from pellucid.cli.trace_synth import Synthesis
 from pellucid.core.errors import ConfigError
-from pellucid.workload import synthetic, transforms
+from pellucid.workload import transforms
 from pellucid.workload.analyze import Ceilings, Question, analyze
-from pellucid.workload.formats import ReadOptions, TraceFile, format_names, open_trace, servegen
-from pellucid.workload.formats.source import members
+from pellucid.workload.formats import ReadOptions, TraceFile, format_names, open_trace
 from pellucid.workload.lint import clock_tick, lint
 from pellucid.workload.trace import (
     DEFAULT_BLOCK_SIZE,
     TraceError,
-    TraceHeader,
-    Transform,
     file_sha256,
     write_trace,
 )
@@ -339,77 +337,7 @@ def anonymize(
 
 
 @app.command()
-def synth(
-    output: Output,
-    rate: Annotated[float, typer.Option(help="Requests a second.")] = 1.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Stop after so many.")] = None,
-    duration: Annotated[float | None, typer.Option(help="Stop after so many seconds.")] = None,
-    arrivals: Annotated[
-        str, typer.Option(help="poisson, constant, gamma:CV, weibull:SHAPE, onoff:BUSY:QUIET, diurnal:PERIOD:SWING.")
-    ] = "poisson",
-    input_len: Annotated[
-        str, typer.Option(help="N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MAX].")
-    ] = "lognormal:512:1:8192",
-    output_len: Annotated[str, typer.Option(help="The same.")] = "lognormal:128:0.7:2048",
-    lengths_from: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw both lengths from a trace's rows.")
-    ] = None,
-    pattern: Annotated[
-        str,
-        typer.Option(
-            help="What prompts share: independent, system:COUNT:TOKENS, few-shot:COUNT:TOKENS, "
-            "rag:DOCUMENTS:TOKENS:PER_REQUEST, chat:TURNS:SYSTEM_TOKENS:PAUSE, agent:TURNS:SYSTEM_TOKENS."
-        ),
-    ] = "independent",
-    tenants: Annotated[str, typer.Option(help="Names with weights: a=2,b=1.")] = "",
-    servegen_file: Annotated[
-        Path | None, typer.Option("--servegen", metavar="ARCHIVE", help="Generate from ServeGen client files instead.")
-    ] = None,
-    start: Annotated[float, typer.Option(help="With --servegen: second of the profile to start at.")] = 0.0,
-    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
-    seed: Seed = 0,
-) -> None:
+@flag_options(Synthesis)
+def synth(output: Output, *, wanted: Synthesis) -> None:
     """Make a trace from a description, or from ServeGen client profiles."""
-    if servegen_file is not None:
-        _write_servegen(servegen_file, output, start, requests, duration, seed)
-        return
-    if lengths_from is not None:
-        pairs = [(r.input_len, r.output_len) for r in open_trace(lengths_from) if r.input_len and r.output_len]
-        lengths = synthetic.lengths_of_rows(pairs)
-    else:
-        lengths = synthetic.independent_lengths(
-            synthetic.LengthDistribution.parse(input_len, "--input-len"),
-            synthetic.LengthDistribution.parse(output_len, "--output-len"),
-        )
-    spec = synthetic.SynthSpec(
-        arrivals=synthetic.Arrivals.parse(arrivals, rate),
-        lengths=lengths,
-        pattern=synthetic.Pattern.parse(pattern),
-        tenants=synthetic.parse_tenants(tenants),
-        block_size=block_size,
-        seed=seed,
-        num_requests=requests,
-        duration=duration,
-    )
-    arguments = {"rate": rate, "requests": requests, "duration": duration, "arrivals": arrivals, "pattern": pattern}
-    arguments |= {"tenants": tenants or None, "seed": seed}
-    if lengths_from is not None:
-        arguments |= {"lengths_from": lengths_from.name, "lengths_sha256": file_sha256(lengths_from)}
-    else:
-        arguments |= {"input_len": input_len, "output_len": output_len}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    header = TraceHeader(block_size, "synthetic", (Transform("synth", given),))
-    _write(output, Stage(header, synthetic.generate(spec)))
-
-
-def _write_servegen(
-    archive: Path, output: str, start: float, requests: int | None, duration: float | None, seed: int
-) -> None:
-    with members(archive) as files:
-        clients = servegen.load_clients(files)
-        rows = servegen.generate(clients, seed=seed, start=start, duration=duration)
-        arguments = {"seed": seed, "start": start, "duration": duration, "requests": requests}
-        given = {name: value for name, value in arguments.items() if value is not None}
-        transform = Transform("synth-servegen", given, file_sha256(archive))
-        limited = (row for number, row in zip(range(requests), rows)) if requests is not None else rows
-        _write(output, Stage(TraceHeader(0, f"{archive.name} (servegen)", (transform,)), limited))
+    _write(output, wanted.stage())

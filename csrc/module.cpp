@@ -285,6 +285,7 @@ void bind_decoder(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "Native CPU kernels; see pellucid.kernels.cpu for the face that checks its arguments.";
+  nb::set_leak_warnings(false);  // an engine's weights live until its process ends, and nobody collects them then
   m.def("best_isa", [] { return isa_name(best_isa()); });
   bind_weight(m);
   bind_cpu(m);

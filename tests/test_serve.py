@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -341,3 +343,29 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(server):
     assert done.stderr.count("\n") == 1
     assert f"port {port}" in done.stderr
     assert "--port" in done.stderr
+
+
+def test_ctrl_c_while_the_engine_loads(tmp_path):
+    """HTTP answers already, the engine does not yet: the server ends without a word too many."""
+    path = default_model_path()
+    if path is None:
+        pytest.skip(REASON)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A shell's background jobs, and what they start, ignore the signal until a server says otherwise.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from pellucid.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "serve", str(path), "--port", str(port)]
+    environment = _environment() | {"XDG_STATE_HOME": str(tmp_path)}
+    process = psutil.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    while process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/health/ready")
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said

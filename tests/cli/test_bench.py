@@ -244,7 +244,9 @@ def _environment() -> dict[str, str]:
 
 def test_ctrl_c_still_reports_what_was_measured(server: FakeServer) -> None:
     """A real process and a real signal, sent once the load is seen to arrive."""
-    code = "import typer; from pellucid.cli.bench import bench; typer.run(bench)"
+    # A shell's background jobs, and what they start, ignore the signal.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "import typer; from pellucid.cli.bench import bench; typer.run(bench)"
     before = len(server.bodies)
     command = [sys.executable, "-c", code, server.url, "--rate", "20", "--duration", "60", "--no-warmup", "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())

@@ -81,14 +81,18 @@ async def _serve(
     with keep_ledgers(app.state.ledgers, config, served):
         server = make_server(app, config)
         listening = asyncio.create_task(server.serve(sockets=[listener]))
+        ready = asyncio.ensure_future(engine.wait_ready())
         try:
-            await engine.wait_ready()
-            progress.stop()
-            _announce(served, engine.description, listener, tenancy)
+            await asyncio.wait((ready, listening), return_when=asyncio.FIRST_COMPLETED)
+            if not listening.done():  # else it was interrupted while the engine loaded
+                await ready
+                progress.stop()
+                _announce(served, engine.description, listener, tenancy)
             await listening
         finally:
+            ready.cancel()
             server.should_exit = True
-            await asyncio.gather(listening, return_exceptions=True)
+            await asyncio.gather(listening, ready, return_exceptions=True)
             await engine.close()
 
 

@@ -94,13 +94,15 @@ class EventStream(Response):
         super().__init__(None, 200, {"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._produce, self._late_headers, self._outlet = produce, headers, outlet
+        self._complete_at: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._outlet.opened(scope)
         try:
             await until_disconnect(receive, self._send_all(scope, receive, send))
         finally:
-            self._outlet.ended(time.monotonic())
+            # Ending the watch for a client that hangs up is not delivery.
+            self._outlet.ended(self._complete_at or time.monotonic())
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -125,6 +127,7 @@ class EventStream(Response):
                 return
             await write(b"data: " + refusal.body() + b"\n\n")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+        self._complete_at = time.monotonic()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -345,8 +345,10 @@ def test_a_port_in_use_is_said_before_anything_is_loaded(server):
     assert "--port" in done.stderr
 
 
-def test_ctrl_c_while_the_engine_loads(tmp_path):
-    """HTTP answers already, the engine does not yet: the server ends without a word too many."""
+@pytest.mark.parametrize("handler", ["default_int_handler", "SIG_IGN"])
+def test_ctrl_c_while_the_engine_loads(tmp_path, handler):
+    """HTTP answers already, the engine does not yet: the server ends without a word too many, as a shell's background
+    job, too, which was told to ignore the signal."""
     path = default_model_path()
     if path is None:
         pytest.skip(REASON)

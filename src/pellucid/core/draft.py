@@ -41,7 +41,7 @@ class Draft:
         self.promised = 0  # blocks that running sequences will need up to their next token
         self.preempted = False  # somebody lost blocks in this step: nobody new is started
         self.patient: frozenset[str] = frozenset()  # tenants that have no claim to be served first
-        self.num_refused = 0  # waiting sequences that were tried in vain
+        self.refused: set[int] = set()  # waiting sequences that were tried in vain
         self._floor_left = PROMPT_FLOOR_TOKENS
         self.num_moved = 0  # blocks that are copied between tiers in this step
         self.num_preempted = 0

@@ -59,7 +59,7 @@ from pellucid.core.tiers import TierCosts
 
 SHORT_SHARE = 0.5
 """The part of a step's prompt time that short prompts get before the policy's order is asked."""
-MAX_REFUSED = 16
+MAX_REFUSED = 8
 """Waiting requests that are tried in vain in one step before it is left at that."""
 
 
@@ -192,7 +192,7 @@ class Scheduler:
         whole = draft.bound()
         if len(self.waiting) or self._prompts(draft):
             self._serve_prompts(draft, whole, now)
-            no_room = draft.preempted or draft.num_refused >= MAX_REFUSED
+            no_room = draft.preempted or len(draft.refused) >= MAX_REFUSED
             self.ledgers.end_round(ledger.MEMORY if no_room else ledger.CAPACITY, self.waiting.deferred())
         self._serve_deferred(deferred, draft, whole, now)
         plan = self._seal(draft, now)
@@ -270,7 +270,9 @@ class Scheduler:
     def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""
         if sequence.status is Status.WAITING:
-            if draft.preempted or draft.num_refused >= MAX_REFUSED or not self._admit(sequence, draft, now):
+            if draft.preempted or len(draft.refused) >= MAX_REFUSED or sequence.id in draft.refused:
+                return
+            if not self._admit(sequence, draft, now):
                 return
         elif sequence.status is not Status.RUNNING:
             return  # preempted for one before it
@@ -332,7 +334,7 @@ class Scheduler:
             if not victims:
                 full = len(self.running) >= self.config.max_running
                 self.ledgers.waits(sequence, ledger.CAPACITY if full else ledger.MEMORY)
-                draft.num_refused += 1
+                draft.refused.add(sequence.id)
                 if not full and not passes:
                     self._head = sequence
                 return False

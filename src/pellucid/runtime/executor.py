@@ -52,7 +52,7 @@ class TorchExecutor:
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         spec = decoder.config.cache_spec(config.element_bytes)
-        shape = {"block_size": config.block_size, "dtype": self._dtype}
+        shape = {"block_size": config.block_size, "dtype": self._dtype, "team": decoder.kernels.team}
         self._store = KVStore(spec, num_blocks=num_blocks, device=self._device, **shape)
         self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
         for store in (self._store, self._host):

@@ -20,20 +20,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pellucid.kernels import pages
+from pellucid.kernels.cpu import CpuKernels
 from pellucid.models.config import CacheSpec
 
 
 class KVStore:
-    """`num_blocks` blocks of `block_size` token slots on a device. `layers` holds a (keys, values) pair per layer."""
+    """`num_blocks` blocks of `block_size` token slots on a device. `layers` holds a (keys, values) pair per layer. `team`
+    are the native kernels, where there are any."""
 
     def __init__(
-        self, spec: CacheSpec, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: CacheSpec,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        team: CpuKernels | None = None,
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self._team = num_blocks, block_size, team
         self._groups: list[Tensor] = []
         self._populating: list[Any] = []
         self.layers: list[tuple[Tensor, Tensor]] = []
@@ -66,9 +76,17 @@ class KVStore:
 
     def exchange(self, other: KVStore, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks of `other`, a store of the same shape, into this one: pairs of (its block, ours)."""
-        sources, targets = (torch.tensor(ids, dtype=torch.int64) for ids in zip(*pairs, strict=True))
+        ids = np.array(pairs, dtype=np.int64)
         for ours, theirs in zip(self._groups, other._groups, strict=True):
-            ours[:, :, targets.to(ours.device)] = theirs[:, :, sources.to(theirs.device)].to(ours.device)
+            if self._team is not None:
+                # Every block has a piece in each layer's keys and in its values.
+                pieces = (
+                    np.arange(ours.shape[0] * ours.shape[1])[:, None, None] * (theirs.shape[2], ours.shape[2]) + ids
+                )
+                self._team.copy_blocks(theirs.flatten(0, 2), ours.flatten(0, 2), pieces.reshape(-1, 2))
+            else:
+                sources, targets = torch.from_numpy(ids.T)
+                ours[:, :, targets.to(ours.device)] = theirs[:, :, sources.to(theirs.device)].to(ours.device)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy every layer's keys and values of one block onto another."""

@@ -30,8 +30,8 @@ from pellucid.models.config import CacheSpec
 
 
 class KVStore:
-    """`num_blocks` blocks of `block_size` token slots on a device. `layers` holds a (keys, values) pair per layer. `team`
-    are the native kernels, where there are any."""
+    """`num_blocks` blocks of `block_size` token slots on a device. `layers` holds a (keys, values) pair per layer.
+    `team` are the native kernels, where there are any."""
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class KVStore:
         for ours, theirs in zip(self._groups, other._groups, strict=True):
             if self._team is not None:
                 # Every block has a piece in each layer's keys and in its values.
-                pieces = (
-                    np.arange(ours.shape[0] * ours.shape[1])[:, None, None] * (theirs.shape[2], ours.shape[2]) + ids
-                )
+                planes = np.arange(ours.shape[0] * ours.shape[1])[:, None, None]
+                pieces = planes * (theirs.shape[2], ours.shape[2]) + ids
                 self._team.copy_blocks(theirs.flatten(0, 2), ours.flatten(0, 2), pieces.reshape(-1, 2))
             else:
                 sources, targets = torch.from_numpy(ids.T)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 #include <vector>
 
 #include "operations.h"
@@ -20,7 +21,7 @@ struct DecoderShape {
 
 struct DecoderLayer {
   const float* attention_norm;
-  Weight qkv;
+  std::vector<Weight> qkv;  // sections of whole pairs of blocks; several have groups, each in its format
   const float* qkv_bias;  // or null, as the next two
   const float* q_norm;
   const float* k_norm;
@@ -60,9 +61,9 @@ class Decoder {
   double stolen_seconds() const { return pool_.stolen_seconds(); }
 
  private:
-  // y = store(norm(x) . W^T + bias); norm and bias may be null.
+  // y = store(norm(x) . W^T + bias); norm and bias may be null. The sections of W stand one below the other.
   struct Linear {
-    const Weight& weight;
+    std::span<const Weight> sections;
     const float* x;
     const float* norm;
     const float* bias;

@@ -181,13 +181,21 @@ class Cpu {
 
 Weight view_of(const PackedWeight* packed) { return packed->view(); }
 
+std::vector<Weight> views_of(const std::vector<const PackedWeight*>& sections) {
+  std::vector<Weight> views;
+  for (const PackedWeight* packed : sections) views.push_back(packed->view());
+  return views;
+}
+
 void bind_weight(nb::module_& m) {
   nb::enum_<Format>(m, "Format")
       .value("bf16", Format::bf16)
       .value("int8", Format::int8)
       .value("q8", Format::q8)
       .value("q4", Format::q4)
-      .value("q4_min", Format::q4_min);
+      .value("q4_min", Format::q4_min)
+      .value("q5_min", Format::q5_min)
+      .value("q6", Format::q6);
   nb::class_<PackedWeight>(m, "PackedWeight")
       .def(nb::init<Format, int64_t, int64_t>(), "format"_a, "n"_a, "k"_a)
       .def(
@@ -254,10 +262,10 @@ void bind_decoder(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def(
           "add_layer",
-          [](Decoder& d, uintptr_t attention_norm, const PackedWeight* qkv, uintptr_t qkv_bias, uintptr_t q_norm,
-             uintptr_t k_norm, const PackedWeight* output, uintptr_t mlp_norm, const PackedWeight* gate_up,
-             const PackedWeight* down, uintptr_t key_cache, uintptr_t value_cache) {
-            d.add_layer({at<float>(attention_norm), view_of(qkv), at<float>(qkv_bias), at<float>(q_norm),
+          [](Decoder& d, uintptr_t attention_norm, const std::vector<const PackedWeight*>& qkv, uintptr_t qkv_bias,
+             uintptr_t q_norm, uintptr_t k_norm, const PackedWeight* output, uintptr_t mlp_norm,
+             const PackedWeight* gate_up, const PackedWeight* down, uintptr_t key_cache, uintptr_t value_cache) {
+            d.add_layer({at<float>(attention_norm), views_of(qkv), at<float>(qkv_bias), at<float>(q_norm),
                          at<float>(k_norm), view_of(output), at<float>(mlp_norm), view_of(gate_up), view_of(down),
                          at<uint16_t>(key_cache), at<uint16_t>(value_cache)});
           },

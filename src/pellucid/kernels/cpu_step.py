@@ -101,7 +101,7 @@ class CpuDecoder:
             if weight.bias is not None and name != "qkv":
                 raise ConfigError(f"{name} has a bias; the native step knows biases of query, key and value only")
         self._decoder.add_layer(
-            _address(layer.attention_norm), layer.qkv.packed, _address(layer.qkv.bias), _address(layer.query_norm),
+            _address(layer.attention_norm), layer.qkv.sections, _address(layer.qkv.bias), _address(layer.query_norm),
             _address(layer.key_norm), layer.output.packed, _address(layer.mlp_norm), layer.gate_up.packed,
             layer.down.packed, layer.cache[0].data_ptr(), layer.cache[1].data_ptr(),
         )  # fmt: skip

@@ -234,7 +234,7 @@ def _weight_bytes(weights: DecoderWeights) -> int:
         if isinstance(item, torch.Tensor):
             seen[item.data_ptr()] = item.numel() * item.element_size()
         elif isinstance(item, PackedWeight):
-            seen[id(item.packed)] = item.num_bytes
+            seen[id(item)] = item.num_bytes
         elif isinstance(item, tuple):
             pending.extend(item)
         elif hasattr(item, "__dataclass_fields__"):

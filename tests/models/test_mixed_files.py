@@ -56,7 +56,7 @@ def test_a_mixed_file_reads_like_its_own_numbers(plain: Path, tmp_path: Path, mi
         storages = {info.storage for info in file.tensors.values()}
     assert storages == {"F32", "Q6_K", MIXES[mix]}
     window = np.random.default_rng(2).integers(0, 160, (1, WINDOW))
-    exact = Reader(path, Way("reference", RuntimeConfig(dtype="float32", threads=1, isa="reference"), WINDOW)).read(window)
+    exact = Reader(path, Way("reference", RuntimeConfig("float32", threads=1, isa="reference"), WINDOW)).read(window)
     for rows in (WINDOW, 1):
         native_ = Reader(path, Way("auto", RuntimeConfig(dtype="bfloat16", threads=1), rows)).read(window)
         assert abs(native_.perplexity / exact.perplexity - 1) < 0.01

@@ -66,8 +66,9 @@ class GgufRows(NamedTuple):
 class PackedWeight:
     """A linear map `[N, K]` packed for the kernels, and its bias `[N]` in float32 or None.
 
-    Its `sections` stand one below the other, each in one format; one of several can only be the first product of a step's
-    layer. `gated` marks a gate and an up matrix interleaved block by block: its product is silu(gate) * up, N / 2 wide.
+    Its `sections` stand one below the other, each in one format; only the map to query, key and value of a whole step
+    may have several. `gated` marks a gate and an up matrix interleaved block by block: its product is silu(gate) * up,
+    N / 2 wide.
     """
 
     sections: tuple[Any, ...]
@@ -98,12 +99,14 @@ class PackedWeight:
     def from_gguf_bytes(
         cls, parts: Sequence[GgufRows], *, bias: Tensor | None = None, gated: bool = False
     ) -> PackedWeight:
-        """Stack GGUF matrices of one width to one weight, keeping their bits: neighbours that are packed alike become one
+        """Stack GGUF matrices of one width to one weight, keeping their bits: neighbours that are packed alike share a
         section. Raises ModelError for parts that do not fit together, or of a gated weight are not packed alike."""
         widths, outputs = [part.num_inputs for part in parts], sum(len(part.rows) for part in parts)
         runs = [(form, list(run)) for form, run in groupby(parts, lambda part: GGUF_TYPES[part.storage].packed_as)]
         if gated and len(runs) > 1:
-            raise ModelError(f"a gated weight needs parts that are packed alike, not {[part.storage for part in parts]}")
+            raise ModelError(
+                f"a gated weight needs parts that are packed alike, not {[part.storage for part in parts]}"
+            )
         sections = []
         for form, run in runs:
             sizes = [len(part.rows) for part in run]

@@ -49,5 +49,5 @@ def packed_bytes(number: int) -> float:
 
 _BYTES_BY_NUMBER = {
     **{kind.number: PACKED_BYTES[kind.packed_as] for kind in GGUF_TYPES.values()},
-    **{number: PACKED_BYTES["bf16"] for number in FLOATING.values()},
+    **dict.fromkeys(FLOATING.values(), PACKED_BYTES["bf16"]),
 }

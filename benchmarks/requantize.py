@@ -2,9 +2,9 @@
 
     python benchmarks/requantize.py MODEL.gguf OUT.gguf --mix {q4_k_m,q5_k_m,q6_k}
 
-The mixtures are those of the files so named: most matrices in the type of the name, embedding and head in Q6_K, and with
-`m` half of the value and down projections too. A width that is no multiple of 256 gets the plain type beside it (Q5_0,
-Q5_1, Q8_0). The K types are rounded to the nearest, group by group, without a search for better scales.
+The mixtures are those of the files so named: most matrices in the type of the name, embedding and head in Q6_K, and
+with `m` half of the value and down projections too. A width that is no multiple of 256 gets the plain type beside it
+(Q5_0, Q5_1, Q8_0). The K types are rounded to the nearest, group by group, without a search for better scales.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from pathlib import Path
 from pellucid.core.errors import ConfigError
 from pellucid.kernels.gguf_types import packed_bytes
 from pellucid.kernels.processors import native
-from pellucid.models.gguf_header import TensorEntry, read_gguf_header
+from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.json_object import read_object
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.fit import FREE_SHARE, cache_memory
 from pellucid.planner.formats import number_format
-from pellucid.planner.gguf_shape import shape_from_gguf, weight_bytes
+from pellucid.planner.gguf_shape import TensorEntry, shape_from_gguf, weight_bytes
 from pellucid.planner.hardware import Device
 from pellucid.planner.memory import Batching
 from pellucid.planner.prior import StepTimePrior, step_time_prior

@@ -107,7 +107,7 @@ class PackedWeight:
             raise ModelError(
                 f"a gated weight needs parts that are packed alike, not {[part.storage for part in parts]}"
             )
-        sections = []
+        sections: list[Any] = []
         for form, run in runs:
             sizes = [len(part.rows) for part in run]
             if len(sections) + 1 < len(runs) and sum(sizes) % SECTION_COLUMNS:

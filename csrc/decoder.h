@@ -42,13 +42,15 @@ struct StepBatch {
   std::vector<Sequence> sequences;
   int64_t num_sampled;
   const int32_t* sampled;  // rows whose logits are wanted
-  float* logits;           // [num_sampled][vocabulary]
+  float* logits;           // [num_sampled][vocabulary], or null for room of the decoder's own
+  const SampleRow* rules = nullptr;  // [num_sampled], or null: nothing is drawn
+  int64_t* drawn = nullptr;          // [num_sampled] tokens
 };
 
 // Where the time of the last step went, as rank 0 saw it.
-enum Phase : int { kEmbed, kPrepare, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kNumPhases };
+enum Phase : int { kEmbed, kPrepare, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kSample, kNumPhases };
 constexpr std::array<const char*, kNumPhases> kPhaseNames = {"embed",  "prepare", "qkv",  "rope", "attention",
-                                                             "output", "gate_up", "down", "head"};
+                                                             "output", "gate_up", "down", "head", "sample"};
 
 class Decoder {
  public:
@@ -77,7 +79,8 @@ class Decoder {
   void attention_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, const StepBatch& batch,
                        const AttentionSchedule& schedule);
   void mlp_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, int64_t rows);
-  void logits(Team& team, const StepBatch& batch);
+  void logits(Team& team, const StepBatch& batch, float* out);
+  void sample(Team& team, const StepBatch& batch, const float* scores);
   void linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows);
   void note(const Team& team, Phase phase);
 
@@ -90,7 +93,7 @@ class Decoder {
   const float* sin_table_;
   std::vector<DecoderLayer> layers_;
   PanelRoom panels_;
-  Buffer hidden_, qkv_, q_, attended_, gated_, sampled_hidden_;
+  Buffer hidden_, qkv_, q_, attended_, gated_, sampled_hidden_, logits_;
   std::array<double, kNumPhases> phase_seconds_{};
   int64_t phase_began_ = 0;
 };

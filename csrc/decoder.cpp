@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
 
 namespace pellucid {
 namespace {
@@ -14,6 +15,8 @@ int64_t now_nanoseconds() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec * 1000000000 + t.tv_nsec;
 }
+
+std::span<const Weight> one(const Weight& weight) { return {&weight, 1}; }
 
 }  // namespace
 
@@ -29,7 +32,10 @@ Decoder::Decoder(ThreadPool& pool, const Kernels& kernels, DecoderShape shape, W
       sin_table_(sin_table) {}
 
 void Decoder::step(const StepBatch& batch) {
+  if (batch.rules && head_.n > kMaxVocabulary) throw std::invalid_argument("the vocabulary is too large to be sampled from");
   reserve(batch.num_rows, batch.num_sampled);
+  if (!batch.logits) logits_.reserve(static_cast<size_t>(batch.num_sampled * head_.n) * sizeof(float));
+  float* scores = batch.logits ? batch.logits : logits_.as<float>();
   const AttentionSchedule schedule(
       batch.sequences, {shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.deterministic}, pool_.size());
   const RowPlan plan(batch.num_rows, pool_.size());
@@ -43,7 +49,8 @@ void Decoder::step(const StepBatch& batch) {
           mlp_block(team, plan, layer, batch.num_rows);
         }
         team.barrier();
-        if (batch.num_sampled > 0) logits(team, batch);
+        if (batch.num_sampled > 0) logits(team, batch, scores);
+        if (batch.rules) sample(team, batch, scores);
       },
       /*pin_caller=*/true);
 }
@@ -98,39 +105,53 @@ void Decoder::attention_block(Team& team, const RowPlan& plan, const DecoderLaye
   note(team, kAttention);
 
   linear(team, plan,
-         {layer.output, attended_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kOutput},
+         {one(layer.output), attended_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kOutput},
          batch.num_rows);
 }
 
 // hidden += Down(silu(Gate(x)) * Up(x)) where x = RmsNorm(hidden)
 void Decoder::mlp_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, int64_t rows) {
   linear(team, plan,
-         {layer.gate_up, hidden_.as<float>(), layer.mlp_norm, nullptr, Store::silu_mul, gated_.as<float>(),
+         {one(layer.gate_up), hidden_.as<float>(), layer.mlp_norm, nullptr, Store::silu_mul, gated_.as<float>(),
           shape_.intermediate, kGateUp},
          rows);
   linear(team, plan,
-         {layer.down, gated_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kDown}, rows);
+         {one(layer.down), gated_.as<float>(), nullptr, nullptr, Store::add, hidden_.as<float>(), shape_.hidden, kDown}, rows);
 }
 
-void Decoder::logits(Team& team, const StepBatch& batch) {
+void Decoder::logits(Team& team, const StepBatch& batch, float* out) {
   const Range share = share_of(batch.num_sampled, team);
   for (int64_t i = share.begin; i < share.end; ++i)
     std::memcpy(sampled_hidden_.as<float>() + i * shape_.hidden, hidden_.as<float>() + batch.sampled[i] * shape_.hidden,
                 static_cast<size_t>(shape_.hidden) * sizeof(float));
   team.barrier();
   const RowPlan plan(batch.num_sampled, team.size);
-  linear(team, plan, {head_, sampled_hidden_.as<float>(), final_norm_, nullptr, Store::f32, batch.logits, head_.n, kHead},
+  linear(team, plan, {one(head_), sampled_hidden_.as<float>(), final_norm_, nullptr, Store::f32, out, head_.n, kHead},
          batch.num_sampled);
 }
 
+void Decoder::sample(Team& team, const StepBatch& batch, const float* scores) {
+  team.barrier();
+  const Range share = share_of(batch.num_sampled, team);
+  for (int64_t row = share.begin; row < share.end; ++row)
+    batch.drawn[row] = kernels_.sample(batch.rules[row], scores + row * head_.n, head_.n, team.scratch);
+  team.barrier();
+  note(team, kSample);
+}
+
 void Decoder::linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows) {
-  const Weight& weight = map.weight;
+  const Weight& weight = map.sections.front();  // the others meet the same panel
   const Preparation preparation = preparation_for(kernels_, weight.format, rows, shape_.deterministic);
   const Panel panel = panels_.panel(preparation, rows, weight.k_padded, plan.own_rows() ? plan.rows_of(team).begin : 0);
   prepare_phase(team, kernels_, plan, {map.x, Dtype::f32, weight.k, weight.k, map.norm, shape_.epsilon, panel});
   plan.barrier(team);
   note(team, kPrepare);
-  matmul_phase(team, kernels_, plan, {weight, panel, map.bias, map.store, map.y, map.ld});
+  int64_t column = 0;
+  for (const Weight& section : map.sections) {
+    const float* bias = map.bias ? map.bias + column : nullptr;
+    matmul_phase(team, kernels_, plan, {section, panel, bias, map.store, map.y + column, map.ld});
+    column += section.n;
+  }
   plan.barrier(team);
   note(team, map.phase);
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <span>
 #include <vector>
 
 #include "operations.h"
@@ -20,7 +21,7 @@ struct DecoderShape {
 
 struct DecoderLayer {
   const float* attention_norm;
-  Weight qkv;
+  std::vector<Weight> qkv;  // sections of whole pairs of blocks; several have groups, each in its format
   const float* qkv_bias;  // or null, as the next two
   const float* q_norm;
   const float* k_norm;
@@ -41,13 +42,15 @@ struct StepBatch {
   std::vector<Sequence> sequences;
   int64_t num_sampled;
   const int32_t* sampled;  // rows whose logits are wanted
-  float* logits;           // [num_sampled][vocabulary]
+  float* logits;           // [num_sampled][vocabulary], or null for room of the decoder's own
+  const SampleRow* rules = nullptr;  // [num_sampled], or null: nothing is drawn
+  int64_t* drawn = nullptr;          // [num_sampled] tokens
 };
 
 // Where the time of the last step went, as rank 0 saw it.
-enum Phase : int { kEmbed, kPrepare, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kNumPhases };
+enum Phase : int { kEmbed, kPrepare, kQkv, kRope, kAttention, kOutput, kGateUp, kDown, kHead, kSample, kNumPhases };
 constexpr std::array<const char*, kNumPhases> kPhaseNames = {"embed",  "prepare", "qkv",  "rope", "attention",
-                                                             "output", "gate_up", "down", "head"};
+                                                             "output", "gate_up", "down", "head", "sample"};
 
 class Decoder {
  public:
@@ -60,9 +63,9 @@ class Decoder {
   double stolen_seconds() const { return pool_.stolen_seconds(); }
 
  private:
-  // y = store(norm(x) . W^T + bias); norm and bias may be null.
+  // y = store(norm(x) . W^T + bias); norm and bias may be null. The sections of W stand one below the other.
   struct Linear {
-    const Weight& weight;
+    std::span<const Weight> sections;
     const float* x;
     const float* norm;
     const float* bias;
@@ -76,7 +79,8 @@ class Decoder {
   void attention_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, const StepBatch& batch,
                        const AttentionSchedule& schedule);
   void mlp_block(Team& team, const RowPlan& plan, const DecoderLayer& layer, int64_t rows);
-  void logits(Team& team, const StepBatch& batch);
+  void logits(Team& team, const StepBatch& batch, float* out);
+  void sample(Team& team, const StepBatch& batch, const float* scores);
   void linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows);
   void note(const Team& team, Phase phase);
 
@@ -89,7 +93,7 @@ class Decoder {
   const float* sin_table_;
   std::vector<DecoderLayer> layers_;
   PanelRoom panels_;
-  Buffer hidden_, qkv_, q_, attended_, gated_, sampled_hidden_;
+  Buffer hidden_, qkv_, q_, attended_, gated_, sampled_hidden_, logits_;
   std::array<double, kNumPhases> phase_seconds_{};
   int64_t phase_began_ = 0;
 };

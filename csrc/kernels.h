@@ -21,10 +21,17 @@ constexpr int64_t kStepBytes = 64;  // one row of a tile: 64 int8 or 32 bfloat16
 //   q4       groups of 32: [4][16 columns][4] bytes, low nibbles are quads 0..3, high nibbles quads 4..7; 16 float16 scales;
 //            value = scale * (nibble - 8)
 //   q4_min   the same and 16 float16 minima; value = scale * nibble + minimum
-enum class Format : int32_t { bf16, int8, q8, q4, q4_min };
+//   q5_min   after the nibbles [16 columns][4] bytes, whose bit j is the fifth one of quad j; then as q4_min
+//   q6       after the nibbles twice [16 columns][4] bytes, of quads 0..3 and 4..7, whose bits 2j and 2j + 1 are the upper
+//            ones of the j-th; then 16 float16 scales of inputs 0..15 and 16 of inputs 16..31; value = scale * (bits - 32)
+enum class Format : int32_t { bf16, int8, q8, q4, q4_min, q5_min, q6 };
 
+// Of a group, in front of its constants.
+constexpr int64_t group_value_bytes(Format format) {
+  return format == Format::q8 ? 512 : format == Format::q6 ? 384 : format == Format::q5_min ? 320 : 256;
+}
 constexpr int64_t group_bytes(Format format) {
-  return format == Format::q8 ? 512 + 32 : format == Format::q4 ? 256 + 32 : 256 + 64;
+  return group_value_bytes(format) + (format == Format::q8 || format == Format::q4 ? 32 : 64);
 }
 constexpr int64_t block_bytes(Format format, int64_t k_padded) {
   return format == Format::bf16   ? k_padded * kBlock * 2
@@ -61,7 +68,7 @@ struct Panel {
   int64_t rows, k_padded;
   uint8_t* data;   // panel_bytes()
   float* scale;    // row8: [rows]; group8: [rows][k / 32]
-  int32_t* sum;    // sums of the quantised values, shaped like scale
+  int32_t* sum;    // of the quantised values; row8: [rows]; group8: [rows][k / 32][2], of a group's first half and of all
 };
 
 constexpr int64_t panel_bytes(Preparation preparation, int64_t rows, int64_t k_padded) {
@@ -71,6 +78,7 @@ constexpr int64_t panel_bytes(Preparation preparation, int64_t rows, int64_t k_p
 constexpr int64_t panel_scales(Preparation preparation, int64_t rows, int64_t k_padded) {
   return preparation == Preparation::group8 ? rows * (k_padded / kGroup) : round_up(rows, kBlock);
 }
+constexpr int64_t sums_per_scale(Preparation preparation) { return preparation == Preparation::group8 ? 2 : 1; }
 
 enum class Dtype : int32_t { f32, bf16 };
 

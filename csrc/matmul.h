@@ -22,11 +22,16 @@ struct Product {
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 constexpr int64_t kPrefetchBytes = 2048;  // ahead of the stream of weights; none is 10-20 % slower, 4 KiB 10 % at one row
 
-// The value + 128 bytes of q8 and int8 make the unsigned operand of dot4; 128 * sum(x) is taken off again per row.
+// The bits above the nibbles of one of eight quads, in their places: 16, and for q6 32.
 template <Format kFormat>
-inline void group_dot(const uint8_t* p, const int8_t* x, int64_t x_stride, const int32_t* sums, int64_t sum_stride,
-                      int rows, Ints* sum) {
-  for (int r = 0; r < rows; ++r) sum[r] = splat_int(kFormat == Format::q8 ? -128 * sums[r * sum_stride] : 0);
+inline Ints upper_bits(const uint8_t* p, int quad) {
+  if constexpr (kFormat == Format::q5_min) return shift_left(load_ints(p + 256), 4 - quad) & splat_int(0x10101010);
+  else return shift_left(load_ints(p + 256 + quad / 4 * 64), 4 - quad % 4 * 2) & splat_int(0x30303030);
+}
+
+// Products of a group's stored bytes, all of them or (q6) those of its two halves apart, with `rows` rows.
+template <Format kFormat>
+inline void group_dot(const uint8_t* p, const int8_t* x, int64_t x_stride, int rows, Ints* sum, Ints* upper_half) {
   if constexpr (kFormat == Format::q8) {
 #pragma GCC unroll 8
     for (int quad = 0; quad < 8; ++quad) {
@@ -42,12 +47,18 @@ inline void group_dot(const uint8_t* p, const int8_t* x, int64_t x_stride, const
 #pragma GCC unroll 4
     for (int quad = 0; quad < 4; ++quad) {
       const Ints both = load_ints(p + quad * 64);
-      const Ints low = both & nibbles, high = shift_right<4>(both) & nibbles;
+      Ints low = both & nibbles, high = shift_right<4>(both) & nibbles;
+      if constexpr (kFormat == Format::q5_min || kFormat == Format::q6) {
+        low = low | upper_bits<kFormat>(p, quad);
+        high = high | upper_bits<kFormat>(p, quad + 4);
+      }
       for (int r = 0; r < rows; ++r) {
         int32_t first, second;
         __builtin_memcpy(&first, x + r * x_stride + quad * 4, 4);
         __builtin_memcpy(&second, x + r * x_stride + 16 + quad * 4, 4);
-        sum[r] = dot4(dot4(sum[r], low, first), high, second);
+        sum[r] = dot4(sum[r], low, first);
+        Ints& of_second = kFormat == Format::q6 ? upper_half[r] : sum[r];
+        of_second = dot4(of_second, high, second);
       }
     }
   }
@@ -55,27 +66,35 @@ inline void group_dot(const uint8_t* p, const int8_t* x, int64_t x_stride, const
 
 template <Format kFormat, int kRows>
 void grouped_block(const uint8_t* p, const Panel& panel, int64_t row, float* out) {
+  constexpr bool kHalves = kFormat == Format::q6, kMinimum = kFormat != Format::q8 && !kHalves;
   const int64_t groups = panel.k_padded / kGroup;
   const int8_t* x = reinterpret_cast<const int8_t*>(panel.data) + row * panel.k_padded;
   const float* scales = panel.scale + row * groups;
-  const int32_t* sums = panel.sum + row * groups;
+  const int32_t* sums = panel.sum + 2 * row * groups;
   Floats y[kRows];
   for (int r = 0; r < kRows; ++r) y[r] = zeros();
   for (int64_t g = 0; g < groups; ++g, p += group_bytes(kFormat)) {
     for (int64_t line = 0; line < group_bytes(kFormat); line += 64) prefetch(p + kPrefetchBytes + line);
-    Ints sum[kRows];
-    group_dot<kFormat>(p, x + g * kGroup, panel.k_padded, sums + g, groups, kRows, sum);
-    const auto* constants = reinterpret_cast<const uint16_t*>(p + (kFormat == Format::q8 ? 512 : 256));
+    // The bytes are unsigned operands of dot4: the 128 or 32 that was added to each is taken off the sum.
+    Ints sum[kRows], upper_half[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      const int32_t first_half = sums[2 * (r * groups + g)], all = sums[2 * (r * groups + g) + 1];
+      sum[r] = splat_int(kHalves ? -32 * first_half : kMinimum ? 0 : -128 * all);
+      upper_half[r] = splat_int(kHalves ? -32 * (all - first_half) : 0);
+    }
+    group_dot<kFormat>(p, x + g * kGroup, panel.k_padded, kRows, sum, upper_half);
+    const auto* constants = reinterpret_cast<const uint16_t*>(p + group_value_bytes(kFormat));
     const Floats scale = load_f16(constants);
-    // q4 is q4_min with the minimum -8 * scale.
-    Floats minimum = zeros();
-    if constexpr (kFormat == Format::q4_min) minimum = load_f16(constants + kBlock);
-    if constexpr (kFormat == Format::q4) minimum = scale * splat(-8.0f);
+    // The minimum, or the second half's scale. q4 is q4_min with the minimum -8 * scale.
+    Floats second = zeros();
+    if constexpr (kFormat == Format::q4) second = scale * splat(-8.0f);
+    else if constexpr (kFormat != Format::q8) second = load_f16(constants + kBlock);
     for (int r = 0; r < kRows; ++r) {
       const float s = scales[r * groups + g];
       y[r] = multiply_add(to_floats(sum[r]) * splat(s), scale, y[r]);
-      if constexpr (kFormat != Format::q8)
-        y[r] = multiply_add(splat(s * static_cast<float>(sums[r * groups + g])), minimum, y[r]);
+      if constexpr (kMinimum)
+        y[r] = multiply_add(splat(s * static_cast<float>(sums[2 * (r * groups + g) + 1])), second, y[r]);
+      if constexpr (kHalves) y[r] = multiply_add(to_floats(upper_half[r]) * splat(s), second, y[r]);
     }
   }
   for (int r = 0; r < kRows; ++r) store(out + r * kPair, y[r]);
@@ -215,6 +234,8 @@ void vector_matmul(const MatmulArgs& a, Range rows, Range pairs) {
     case Format::q8: return vector_matmul_of<Format::q8>(a, rows, pairs);
     case Format::q4: return vector_matmul_of<Format::q4>(a, rows, pairs);
     case Format::q4_min: return vector_matmul_of<Format::q4_min>(a, rows, pairs);
+    case Format::q5_min: return vector_matmul_of<Format::q5_min>(a, rows, pairs);
+    case Format::q6: return vector_matmul_of<Format::q6>(a, rows, pairs);
   }
 }
 
@@ -224,6 +245,21 @@ inline float f16_to_float(const uint16_t* constants, int64_t index) {
   float lane[16];
   store(lane, load_f16(constants));
   return lane[index];
+}
+
+float grouped_value(Format format, const uint8_t* group, int64_t column, int64_t input) {
+  const auto* constants = reinterpret_cast<const uint16_t*>(group + group_value_bytes(format));
+  const int64_t quad = input / 4, place = column * 4 + input % 4;
+  const float scale = f16_to_float(constants, column);
+  if (format == Format::q8) return (static_cast<int>(group[quad * 64 + place]) - 128) * scale;
+  const uint8_t both = group[quad % 4 * 64 + place];
+  const int nibble = quad < 4 ? both & 15 : both >> 4;
+  if (format == Format::q4) return (nibble - 8) * scale;
+  const float second = f16_to_float(constants + kBlock, column);
+  if (format == Format::q4_min) return nibble * scale + second;
+  if (format == Format::q5_min) return (nibble | (group[256 + place] >> quad & 1) << 4) * scale + second;
+  const int bits = nibble | (group[256 + quad / 4 * 64 + place] >> quad % 4 * 2 & 3) << 4;
+  return (bits - 32) * (quad < 4 ? scale : second);
 }
 
 void dequantize_row(const Weight& w, int64_t row, float* out) {
@@ -237,18 +273,7 @@ void dequantize_row(const Weight& w, int64_t row, float* out) {
     } else if (w.format == Format::int8) {
       out[k] = (static_cast<int>(p[((k / 4) * kBlock + column) * 4 + k % 4]) - 128) * w.column_scale[row];
     } else {
-      const uint8_t* group = p + k / kGroup * group_bytes(w.format);
-      const int64_t quad = k % kGroup / 4;
-      const auto* constants = reinterpret_cast<const uint16_t*>(group + (w.format == Format::q8 ? 512 : 256));
-      const float scale = f16_to_float(constants, column);
-      if (w.format == Format::q8) {
-        out[k] = (static_cast<int>(group[(quad * kBlock + column) * 4 + k % 4]) - 128) * scale;
-        continue;
-      }
-      const uint8_t both = group[(quad % 4 * kBlock + column) * 4 + k % 4];
-      const int nibble = quad < 4 ? both & 15 : both >> 4;
-      out[k] = w.format == Format::q4 ? (nibble - 8) * scale
-                                      : nibble * scale + f16_to_float(constants + kBlock, column);
+      out[k] = grouped_value(w.format, p + k / kGroup * group_bytes(w.format), column, k % kGroup);
     }
   }
 }

@@ -2,6 +2,7 @@
 // an integer a tenth of one; pellucid/kernels/cpu.py owns the tensors, checks their shapes and keeps them alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "operations.h"
 #include "packing.h"
 #include "probe.h"
+#include "step_rows.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -181,13 +183,21 @@ class Cpu {
 
 Weight view_of(const PackedWeight* packed) { return packed->view(); }
 
+std::vector<Weight> views_of(const std::vector<const PackedWeight*>& sections) {
+  std::vector<Weight> views;
+  for (const PackedWeight* packed : sections) views.push_back(packed->view());
+  return views;
+}
+
 void bind_weight(nb::module_& m) {
   nb::enum_<Format>(m, "Format")
       .value("bf16", Format::bf16)
       .value("int8", Format::int8)
       .value("q8", Format::q8)
       .value("q4", Format::q4)
-      .value("q4_min", Format::q4_min);
+      .value("q4_min", Format::q4_min)
+      .value("q5_min", Format::q5_min)
+      .value("q6", Format::q6);
   nb::class_<PackedWeight>(m, "PackedWeight")
       .def(nb::init<Format, int64_t, int64_t>(), "format"_a, "n"_a, "k"_a)
       .def(
@@ -239,6 +249,56 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("done", &Populating::done);
 }
 
+// The plan's chunks, (sequence id, start, end, samples) each, with the line of each sequence in place of its id. Stops before
+// one whose sequence has no line.
+std::vector<Chunk> chunks_from(const nb::tuple& chunks, const nb::dict& line_of) {
+  std::vector<Chunk> result;
+  const auto integer = [](PyObject* chunk, Py_ssize_t i) { return PyLong_AsLongLong(PyTuple_GetItem(chunk, i)); };
+  for (const nb::handle chunk : chunks) {
+    PyObject* line = PyDict_GetItem(line_of.ptr(), PyTuple_GetItem(chunk.ptr(), 0));
+    if (!line) break;
+    result.push_back({PyLong_AsLongLong(line), integer(chunk.ptr(), 1), integer(chunk.ptr(), 2), integer(chunk.ptr(), 3) != 0});
+  }
+  return result;
+}
+
+// The drawn tokens beside the chunks: (token,) or ().
+nb::tuple tokens_of(const std::vector<Chunk>& chunks, const std::vector<int64_t>& drawn) {
+  size_t next = 0;
+  nb::list result;
+  for (const Chunk& chunk : chunks) result.append(chunk.samples ? nb::make_tuple(drawn[next++]) : nb::make_tuple());
+  return nb::tuple(result);
+}
+
+void bind_step_rows(nb::module_& m) {
+  nb::class_<SequenceLines>(m, "SequenceLines")
+      .def(
+          "__init__",
+          [](SequenceLines* self, uintptr_t tokens, int64_t token_stride, uintptr_t tables, int64_t table_stride,
+             uintptr_t known, uintptr_t num_blocks, uintptr_t rules, int64_t block_size) {
+            new (self) SequenceLines{at<int32_t>(tokens), token_stride,       at<int32_t>(tables),   table_stride,
+                                     at<int64_t>(known),  at<int64_t>(num_blocks), at<SampleRule>(rules), block_size};
+          });
+  nb::class_<StepRows>(m, "StepRows")
+      .def(nb::init<>())
+      // The tokens, or the index of the first chunk that cannot be computed.
+      .def("step", [](StepRows& rows, Decoder& decoder, const nb::tuple& plan, const nb::dict& line_of,
+                      const SequenceLines& lines, const std::tuple<int64_t, int64_t, int64_t>& bounds) -> nb::object {
+        const std::vector<Chunk> chunks = chunks_from(plan, line_of);
+        const std::vector<int64_t>* drawn = nullptr;
+        int64_t bad;
+        {
+          nb::gil_scoped_release release;
+          bad = rows.fill(chunks, lines, {std::get<0>(bounds), std::get<1>(bounds), std::get<2>(bounds)});
+          if (bad < 0 && chunks.size() < plan.size()) bad = static_cast<int64_t>(chunks.size());
+          if (bad < 0) drawn = &rows.step(decoder, chunks, lines);
+        }
+        if (bad >= 0) return nb::int_(bad);
+        return tokens_of(chunks, *drawn);
+      });
+  m.def("uniform_at", &uniform_at);
+}
+
 void bind_decoder(nb::module_& m) {
   nb::class_<Decoder>(m, "Decoder")
       .def(
@@ -254,10 +314,10 @@ void bind_decoder(nb::module_& m) {
           nb::keep_alive<1, 2>(), nb::keep_alive<1, 5>(), nb::keep_alive<1, 6>())
       .def(
           "add_layer",
-          [](Decoder& d, uintptr_t attention_norm, const PackedWeight* qkv, uintptr_t qkv_bias, uintptr_t q_norm,
-             uintptr_t k_norm, const PackedWeight* output, uintptr_t mlp_norm, const PackedWeight* gate_up,
-             const PackedWeight* down, uintptr_t key_cache, uintptr_t value_cache) {
-            d.add_layer({at<float>(attention_norm), view_of(qkv), at<float>(qkv_bias), at<float>(q_norm),
+          [](Decoder& d, uintptr_t attention_norm, const std::vector<const PackedWeight*>& qkv, uintptr_t qkv_bias,
+             uintptr_t q_norm, uintptr_t k_norm, const PackedWeight* output, uintptr_t mlp_norm,
+             const PackedWeight* gate_up, const PackedWeight* down, uintptr_t key_cache, uintptr_t value_cache) {
+            d.add_layer({at<float>(attention_norm), views_of(qkv), at<float>(qkv_bias), at<float>(q_norm),
                          at<float>(k_norm), view_of(output), at<float>(mlp_norm), view_of(gate_up), view_of(down),
                          at<uint16_t>(key_cache), at<uint16_t>(value_cache)});
           },
@@ -273,6 +333,7 @@ void bind_decoder(nb::module_& m) {
           },
           nb::call_guard<nb::gil_scoped_release>())
       .def("stolen_seconds", &Decoder::stolen_seconds)
+      .def_prop_ro("sample_seconds", [](const Decoder& d) { return d.phase_seconds()[kSample]; })
       .def("phase_seconds", [](const Decoder& d) {
         nb::dict result;
         for (int i = 0; i < kNumPhases; ++i)
@@ -291,4 +352,5 @@ NB_MODULE(_native, m) {
   bind_cpu(m);
   bind_memory(m);
   bind_decoder(m);
+  bind_step_rows(m);
 }

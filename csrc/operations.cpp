@@ -30,7 +30,7 @@ void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
   const int64_t scales = std::max(panel_scales(Preparation::row8, rows, widest_k_),
                                   panel_scales(Preparation::group8, rows, widest_k_));
   scale_.reserve(static_cast<size_t>(scales) * sizeof(float));
-  sum_.reserve(static_cast<size_t>(scales) * sizeof(int32_t));
+  sum_.reserve(static_cast<size_t>(2 * scales) * sizeof(int32_t));
 }
 
 Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
@@ -42,7 +42,7 @@ Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, 
           k_padded,
           data_.as<uint8_t>() + first_row * (2 * widest_k_ - row_bytes),
           scale_.as<float>() + skipped,
-          sum_.as<int32_t>() + skipped};
+          sum_.as<int32_t>() + skipped * sums_per_scale(preparation)};
 }
 
 void prepare_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const PrepareArgs& args) {

@@ -1,5 +1,5 @@
-// From a file's weights to packed ones, once, at load. GGUF's 4-bit and 8-bit rows are regrouped byte by byte and never
-// become floats; float rows are rounded or quantised.
+// From a file's weights to packed ones, once, at load. GGUF's rows of 4, 5, 6 and 8 bits are regrouped and never become
+// floats; float rows are rounded or quantised.
 #pragma once
 
 #include "kernels.h"
@@ -8,7 +8,15 @@
 namespace pellucid {
 
 // GGUF tensor types by their numbers in the file format.
-enum class GgufType : int32_t { q4_0 = 2, q4_1 = 3, q8_0 = 8, q4_k = 12 };
+enum class GgufType : int32_t { q4_0 = 2, q4_1 = 3, q5_0 = 6, q5_1 = 7, q8_0 = 8, q4_k = 12, q5_k = 13, q6_k = 14 };
+
+// 32 weights of a row as nibbles (byte i holds those of values i and i + 16, as in Q4_0), what is above them, and the two
+// constants of their packed format: scale and minimum, or (q6) the scales of both halves.
+struct BitGroup {
+  uint8_t nibbles[16];
+  uint8_t upper[kGroup];
+  float first, second;
+};
 
 // Where the rows of one source go: row r of the source becomes column (r % 16) of block first_block + (r / 16) * stride.
 // stride 1 puts sources one after another (query, key, value); stride 2 interleaves two of them (gate, up).
@@ -29,7 +37,7 @@ class PackedWeight {
 
  private:
   uint8_t* group_at(int64_t row, int64_t group, Placement to) const;
-  void put_nibbles(uint8_t* group, int64_t column, const uint8_t* sixteen_bytes, float scale, float minimum);
+  void put_bits(uint8_t* group, int64_t column, const BitGroup& from);
   void put_bytes(uint8_t* group, int64_t column, const int8_t* values, float scale);
   void pack_float_row(const float* row, int64_t index, Placement to);
   void make_room_for(float magnitude);
@@ -39,8 +47,5 @@ class PackedWeight {
   Weight view_{};
   float largest_ = 0.0f;
 };
-
-Format format_of(GgufType type);
-int64_t gguf_row_bytes(GgufType type, int64_t k);
 
 }  // namespace pellucid

@@ -73,7 +73,9 @@ void quantize_groups(const float* x, int64_t row, const Panel& panel) {
     const Ints low = quantize16(x + g * kGroup, inverse, to + g * kGroup);
     const Ints high = quantize16(x + g * kGroup + 16, inverse, to + g * kGroup + 16);
     panel.scale[row * groups + g] = top / 127.0f;
-    panel.sum[row * groups + g] = sum_of_ints(low + high);
+    int32_t* sums = panel.sum + 2 * (row * groups + g);
+    sums[0] = sum_of_ints(low);
+    sums[1] = sum_of_ints(low + high);
   }
 }
 

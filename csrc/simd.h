@@ -102,6 +102,13 @@ inline Ints shift_left(Ints v) {
   return r;
 }
 
+// By `bits` to the left, or by as many as it is below zero to the right; to be called with what the compiler knows.
+inline Ints shift_left(Ints v, int bits) {
+  Ints r;
+  PELLUCID_EACH_PART r.p[part] = (IntPart)(bits < 0 ? (WordPart)v.p[part] >> -bits : (WordPart)v.p[part] << bits);
+  return r;
+}
+
 inline Floats as_floats(Ints v) {
   Floats r;
   PELLUCID_EACH_PART r.p[part] = (FloatPart)v.p[part];

@@ -88,12 +88,45 @@ inline void unpack_q8(const uint8_t* p, float per_unit, uint8_t* out) {
   }
 }
 
+inline __m512i shifted_left(__m512i v, int bits) {
+  typedef uint16_t Words __attribute__((vector_size(64)));
+  return bits < 0 ? (__m512i)((Words)v >> -bits) : (__m512i)((Words)v << bits);
+}
+
+// Five and six bits: the upper ones join the nibbles in the low byte of a word.
+template <Format kFormat>
+inline void unpack_upper(const uint8_t* p, float per_unit, uint8_t* out) {
+  constexpr bool kHalves = kFormat == Format::q6;
+  constexpr int kBits = kHalves ? 2 : 1;
+  const auto* constants = reinterpret_cast<const uint16_t*>(p + group_value_bytes(kFormat));
+  const __m512h scale = constants_twice(constants, per_unit), second = constants_twice(constants + kBlock, per_unit);
+  const __m512h scales[2] = {scale, kHalves ? second : scale};
+  const __m512h zeros[2] = {kHalves ? _mm512_mul_ph(scales[0], _mm512_set1_ph(-32)) : second,
+                            kHalves ? _mm512_mul_ph(scales[1], _mm512_set1_ph(-32)) : second};
+  const __m512i nibble = _mm512_set1_epi16(0x000f), above = _mm512_set1_epi16(kHalves ? 0x0030 : 0x0010);
+  const __m512i upper[2] = {_mm512_loadu_si512(p + 256), _mm512_loadu_si512(p + (kHalves ? 320 : 256))};
+#pragma GCC unroll 8
+  for (int quad = 0; quad < 8; ++quad) {
+    const int half = quad / 4;
+    const __m512i v = _mm512_loadu_si512(p + quad % 4 * 64);
+#pragma GCC unroll 2
+    for (int odd = 0; odd < 2; ++odd) {
+      const __m512i low = _mm512_and_si512(shifted_left(v, -4 * half - 8 * odd), nibble);
+      const __m512i high = shifted_left(upper[half], 4 - (kHalves ? quad % 4 : quad) * kBits - 8 * odd);
+      const __m512i bits = _mm512_ternarylogic_epi32(high, above, low, 0xea);  // (a & b) | c
+      store_weights(out + quad * 128 + odd * 64, _mm512_fmadd_ph(_mm512_cvtepu16_ph(bits), scales[half], zeros[half]));
+    }
+  }
+}
+
 // One group of 32 inputs of a block as a tile, and the prefetch of one further on.
 inline void unpack_group(Format format, const uint8_t* p, float per_unit, uint8_t* out) {
   for (int64_t line = 0; line < group_bytes(format); line += 64) prefetch(p + kUnpackAheadBytes + line);
   if (format == Format::q8) unpack_q8(p, per_unit, out);
   else if (format == Format::q4) unpack_q4<false>(p, per_unit, out);
-  else unpack_q4<true>(p, per_unit, out);
+  else if (format == Format::q4_min) unpack_q4<true>(p, per_unit, out);
+  else if (format == Format::q5_min) unpack_upper<Format::q5_min>(p, per_unit, out);
+  else unpack_upper<Format::q6>(p, per_unit, out);
 }
 
 // Grouped weights for few rows: groups become tiles a few steps before they are multiplied, in a ring that never leaves the

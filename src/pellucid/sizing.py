@@ -11,13 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from pellucid.core.errors import ConfigError
+from pellucid.kernels.gguf_types import packed_bytes
 from pellucid.kernels.processors import native
 from pellucid.models.gguf_header import read_gguf_header
 from pellucid.models.json_object import read_object
 from pellucid.planner.config_shape import shape_from_config
 from pellucid.planner.fit import FREE_SHARE, cache_memory
 from pellucid.planner.formats import number_format
-from pellucid.planner.gguf_shape import shape_from_gguf
+from pellucid.planner.gguf_shape import TensorEntry, shape_from_gguf, weight_bytes
 from pellucid.planner.hardware import Device
 from pellucid.planner.memory import Batching
 from pellucid.planner.prior import StepTimePrior, step_time_prior
@@ -26,11 +27,8 @@ from pellucid.planner.shape import ModelShape, weights_in
 from pellucid.runtime.config import RuntimeConfig
 from pellucid.runtime.machine import available_bytes
 
-# GGUF types that the native kernels read as they are; floating ones become bf16 and all others 8 bits.
-_PACKED_AS_STORED = ("q4_0", "q4_1", "q8_0", "q4_k")
-_FLOATING = ("fp32", "fp16", "bf16")
-# With one scale per 32 inputs, as in these types.
-_PACKED_ON_REQUEST = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+# With one scale per 32 inputs, for 4 bits a minimum too, as in these types.
+_PACKED_ON_REQUEST = {"bf16": "bf16", "int8": "q8_0", "int4": "q4_1"}
 
 
 def shape_at(path: Path, *, name: str | None = None) -> ModelShape:
@@ -50,7 +48,7 @@ def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
     """The shape of the model at `path` as an engine with this (resolved) configuration holds it in memory.
 
     Formats keep the names under which `pellucid measure` stores their rates: those of the files, unless the user asked
-    for others.
+    for others. Bytes are those of the packed weights, which are not quite those of the file (`kernels/gguf_types.py`).
     """
     precision = {"float32": "fp32", "bfloat16": "bf16"}[runtime.dtype]
     shape = shape_at(path).cached_as(precision)
@@ -58,11 +56,14 @@ def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
         return shape.stored_as(precision)
     if runtime.weights != "auto":
         return shape.stored_as(_PACKED_ON_REQUEST[runtime.weights])
-    layers, head = shape.weight_format.name, shape.head_format.name
-    if {layers, head} <= {*_PACKED_AS_STORED, "bf16"}:
-        return shape
-    packed = [n if n in _PACKED_AS_STORED else "bf16" if n in _FLOATING else "q8_0" for n in (layers, head)]
-    return replace(shape, weights=weights_in(shape, *(number_format(n) for n in packed)))
+    if path.is_dir():  # floats of any width are kept as bfloat16
+        return replace(shape, weights=weights_in(shape, number_format("bf16"), number_format("bf16")))
+    return replace(shape, weights=weight_bytes(read_gguf_header(path).tensors, _packed_bytes))
+
+
+def _packed_bytes(tensor: TensorEntry) -> float:
+    """Bytes of an element in memory: vectors are float32, and matrices what the native kernels make of them."""
+    return 4.0 if len(tensor.shape) == 1 else packed_bytes(tensor.type)
 
 
 def cache_bytes(

@@ -20,6 +20,7 @@ if processors.native() is None:
 
 from pellucid.core.errors import ConfigError, ModelError  # noqa: E402
 from pellucid.kernels.cpu import CpuKernels, GgufRows, PackedWeight  # noqa: E402
+from pellucid.kernels.gguf_types import GGUF_TYPES, packed_bytes  # noqa: E402
 from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 LEVELS = ("portable", "avx2", "avx512", "amx")
@@ -78,33 +79,68 @@ def test_stored_values_are_close_to_the_original(kernels, weight_format) -> None
     assert (stored - w).abs().max() <= step * w.abs().max()
 
 
-@pytest.mark.parametrize("storage", ["Q4_0", "Q4_1", "Q8_0"])
+def dequantized(raw: np.ndarray, storage: str) -> torch.Tensor:
+    return torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[storage])).double()
+
+
+@pytest.mark.parametrize("storage", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_gguf_rows_keep_their_values_exactly(kernels, storage, rows) -> None:
-    generator = np.random.default_rng(2)
-    w = generator.standard_normal((80, 96)).astype(np.float32)
+    w = np.random.default_rng(2).standard_normal((80, 96)).astype(np.float32)
     raw = gguf.quants.quantize(w, gguf.GGMLQuantizationType[storage])
-    exact = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[storage])).double()
+    exact = dequantized(raw, storage)
     weight = PackedWeight.from_gguf_bytes([GgufRows(storage, raw[:48]), GgufRows(storage, raw[48:])])
     assert torch.allclose(stored_values(weight, kernels), exact, rtol=1e-6, atol=1e-7)
     x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(3))
     assert_product(kernels.linear(x, weight), x, exact, 0.02)
 
 
-def q4_k_rows(generator: np.random.Generator, rows: int, blocks: int) -> np.ndarray:
-    """Random Q4_K blocks: any bytes are valid but for the two float16 scales at the head of each."""
-    raw = generator.integers(0, 256, (rows, blocks, 144), dtype=np.uint8)
-    raw[:, :, :4] = generator.uniform(1e-3, 1e-2, (rows, blocks, 2)).astype(np.float16).view(np.uint8)
+HALVES = {"Q4_K": slice(0, 4), "Q5_K": slice(0, 4), "Q6_K": slice(208, 210)}
+
+
+def k_rows(storage: str, rows: int, blocks: int) -> np.ndarray:
+    """Random blocks of a K type: any bytes are valid but for the float16 scales of each."""
+    generator, size = np.random.default_rng(4), GGUF_TYPES[storage].block_bytes
+    raw = generator.integers(0, 256, (rows, blocks, size), dtype=np.uint8)
+    count = (HALVES[storage].stop - HALVES[storage].start) // 2
+    scales = generator.uniform(1e-3, 1e-2, (rows, blocks, count)).astype(np.float16)
+    raw[:, :, HALVES[storage]] = scales.view(np.uint8)
     return raw.reshape(rows, -1)
 
 
-def test_q4_k_keeps_its_values_to_float16(kernels) -> None:
-    raw = q4_k_rows(np.random.default_rng(4), 32, 2)
-    exact = torch.from_numpy(gguf.quants.dequantize(raw, gguf.GGMLQuantizationType.Q4_K)).double()
-    weight = PackedWeight.from_gguf_bytes([GgufRows("Q4_K", raw)])
+@pytest.mark.parametrize("storage", HALVES)
+@pytest.mark.parametrize("rows", [1, 3, 8, 9, 40, 70])
+def test_k_types_keep_their_values_to_float16(kernels, storage, rows) -> None:
+    raw = k_rows(storage, 48, 2)
+    exact = dequantized(raw, storage)
+    weight = PackedWeight.from_gguf_bytes([GgufRows(storage, raw)])
     assert torch.allclose(stored_values(weight, kernels), exact, rtol=0, atol=2.0**-10 * exact.abs().max().item())
-    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(5))
+    x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(5))
     assert_product(kernels.linear(x, weight), x, exact, 0.02)
+
+
+@pytest.mark.parametrize("storage", GGUF_TYPES)
+def test_a_weight_takes_the_bytes_that_are_counted_for_it(storage) -> None:
+    """64 columns of 512 inputs, which need no padding; allocation is in whole lines."""
+    kind = GGUF_TYPES[storage]
+    raw = np.zeros((64, 512 // kind.block_values * kind.block_bytes), np.uint8)
+    weight = PackedWeight.from_gguf_bytes([GgufRows(storage, raw)])
+    assert weight.num_bytes == packed_bytes(kind.number) * 64 * 512
+
+
+@pytest.mark.parametrize("storage", ["Q5_K", "Q6_K"])
+def test_gated_and_deterministic_products_of_bits_above_nibbles(storage) -> None:
+    raw = k_rows(storage, 64, 1)
+    x = torch.randn(70, 256, generator=torch.Generator().manual_seed(8)) / 100
+    exact = x.double() @ dequantized(raw, storage).T
+    expected = torch.nn.functional.silu(exact[:, :32]) * exact[:, 32:]
+    for isa in AVAILABLE:
+        kernels = CpuKernels(isa=isa, threads=1, deterministic=True)
+        gated = PackedWeight.from_gguf_bytes([GgufRows(storage, raw[:32]), GgufRows(storage, raw[32:])], gated=True)
+        together = kernels.linear(x, gated)
+        assert torch.allclose(together.double(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+        for start, end in ((0, 1), (3, 11), (16, 33), (5, 69)):
+            assert torch.equal(kernels.linear(x[start:end], gated), together[start:end]), (isa, start, end)
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "int8", "q8", "q4"])
@@ -136,12 +172,15 @@ def test_unfit_arguments_are_refused_in_one_line() -> None:
     weight = PackedWeight.from_tensor([torch.ones(16, 32)], "q8")
     with pytest.raises(ConfigError, match="width 32"):
         kernels.linear(torch.ones(1, 31), weight)
-    with pytest.raises(ModelError, match="one type"):
-        PackedWeight.from_gguf_bytes(
-            [GgufRows("Q4_0", np.zeros((16, 18), np.uint8)), GgufRows("Q8_0", np.zeros((16, 34), np.uint8))]
-        )
-    with pytest.raises(ModelError, match="Q6_K"):
-        PackedWeight.from_gguf_bytes([GgufRows("Q6_K", np.zeros((16, 210), np.uint8))])
+    plain, bytes_ = (GgufRows("Q4_0", np.zeros((32, 18), np.uint8)), GgufRows("Q8_0", np.zeros((32, 34), np.uint8)))
+    with pytest.raises(ModelError, match="packed alike"):
+        PackedWeight.from_gguf_bytes([plain, bytes_], gated=True)
+    with pytest.raises(ModelError, match="within 32 columns"):
+        PackedWeight.from_gguf_bytes([GgufRows("Q4_0", plain.rows[:16]), bytes_])
+    with pytest.raises(ConfigError, match="2 formats can only be multiplied within a step"):
+        kernels.linear(torch.ones(1, 32), PackedWeight.from_gguf_bytes([plain, bytes_]))
+    with pytest.raises(ModelError, match="Q3_K"):
+        PackedWeight.from_gguf_bytes([GgufRows("Q3_K", np.zeros((16, 110), np.uint8))])
     with pytest.raises(ConfigError, match=r"cannot run|unknown"):
         CpuKernels(isa="avx1024", threads=1)
     with pytest.raises(ConfigError, match="cores"):

@@ -19,18 +19,21 @@ import torch.nn.functional as F
 
 cpu = pytest.importorskip("pellucid.kernels.cpu")
 processors = pytest.importorskip("pellucid.kernels.processors")
+gguf = pytest.importorskip("gguf")
 if processors.native() is None:
     pytest.skip("the native kernels are not built", allow_module_level=True)
 
 from pellucid.core.errors import ConfigError, InvariantViolation  # noqa: E402
-from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads  # noqa: E402
+from pellucid.kernels.cpu import AttentionBatch, CpuKernels, GgufRows, PackedWeight, RotaryHeads  # noqa: E402
 from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows  # noqa: E402
 from pellucid.kernels.processors import physical_cores  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
 LEVELS = ("portable", "avx2", "avx512", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(processors.native().best_isa()) + 1]
-SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06}
+SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06, "mixed": 0.05}
+MIXTURE = ("Q5_1", "Q4_0", "Q8_0")  # of query, key and value in "mixed", whose other weights are q8
+FORMATS = {"mixed": "q8"}
 THREADS = min(2, len(physical_cores()))
 
 
@@ -44,7 +47,13 @@ class TinyModel:
         def matrix(*sizes: int, inputs: int, bias: bool = False, gated: bool = False) -> PackedWeight:
             parts = [torch.randn(size, inputs, generator=generator) * inputs**-0.5 for size in sizes]
             values = torch.randn(sum(sizes), generator=generator) * 0.1 if bias else None
-            return PackedWeight.from_tensor(parts, weight_format, bias=values, gated=gated)
+            if weight_format == "mixed" and len(sizes) == 3:  # query, key and value
+                kinds = [gguf.GGMLQuantizationType[storage] for storage in MIXTURE]
+                rows = [
+                    GgufRows(kind.name, gguf.quants.quantize(part.numpy(), kind)) for part, kind in zip(parts, kinds)
+                ]
+                return PackedWeight.from_gguf_bytes(rows, bias=values)
+            return PackedWeight.from_tensor(parts, FORMATS.get(weight_format, weight_format), bias=values, gated=gated)
 
         def norm(size: int) -> torch.Tensor:
             return torch.rand(size, generator=generator) + 0.5
@@ -90,7 +99,8 @@ class TinyModel:
         return self.decoder.step(step, AttentionBatch(np.array(rows), table)).clone()  # the next step overwrites it
 
     def stored(self, weight: PackedWeight) -> torch.Tensor:
-        values = self.kernels.embedding(torch.arange(weight.num_outputs), weight).double()
+        sections = [PackedWeight((section,)) for section in weight.sections]
+        values = torch.cat([self.kernels.embedding(torch.arange(s.num_outputs), s) for s in sections]).double()
         if weight.gated:  # undo the interleaving of blocks of 16
             values = values.view(-1, 2, 16, values.shape[1]).transpose(0, 1).reshape(values.shape)
         return values
@@ -131,7 +141,7 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor, weight_format: st
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("weight_format", ["bf16", "q8", "q4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "q8", "q4", "mixed"])
 def test_chunks_and_decodes_of_one_step(isa, weight_format) -> None:
     model = TinyModel(weight_format, isa)
     first, second = tokens(50, 1), tokens(23, 2)
@@ -143,7 +153,7 @@ def test_chunks_and_decodes_of_one_step(isa, weight_format) -> None:
     assert_close(logits[1:], model.expected(second)[5:], weight_format)
 
 
-@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q4"])
+@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q4", "mixed"])
 def test_many_rows_which_each_thread_owns(weight_format) -> None:
     """Twice, because rows that overlap in shared memory would show only if the threads happen to run apart."""
     model = TinyModel(weight_format)

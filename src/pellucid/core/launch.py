@@ -17,11 +17,6 @@ class Part(NamedTuple):
     chunk: Chunk
     epoch: int
 
-    @property
-    def counts(self) -> bool:
-        """False once it has ended or was preempted: the blocks are gone, and so is what was computed into them."""
-        return self.sequence.status is Status.RUNNING and self.sequence.epoch == self.epoch
-
 
 class Launched(NamedTuple):
     """A step that was planned and not yet committed."""
@@ -52,3 +47,10 @@ def seal(
             sequence.num_table_sent = len(sequence.block_table)
     plan = StepPlan(step_id, tuple(chunks.values()), tuple(new), tuple(updates), released, transfers=transfers)
     return plan, parts
+
+
+def counted(parts: list[Part]) -> list[tuple[Sequence, Chunk, bool]]:
+    """Parts of a step that ended, and whether each still counts: not where its sequence has ended or was preempted
+    meanwhile, for then the blocks are gone, and so is what was computed into them."""
+    running = Status.RUNNING
+    return [(sequence, chunk, sequence.status is running and sequence.epoch == then) for sequence, chunk, then in parts]

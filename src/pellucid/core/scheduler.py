@@ -42,7 +42,7 @@ from pellucid.core.events import (
 )
 from pellucid.core.input_log import InputLog
 from pellucid.core.kv_manager import KVManager, PrefixMatch
-from pellucid.core.launch import Launched, seal
+from pellucid.core.launch import Launched, counted, seal
 from pellucid.core.ledger_book import LedgerBook
 from pellucid.core.misses import MissBook
 from pellucid.core.plan import Chunk, StepPlan, StepResult
@@ -256,8 +256,7 @@ class Scheduler:
         return [
             sequence
             for sequence in self.running.values()
-            if sequence.num_due > 1
-            or (sequence.num_due == 1 and sequence.id in chunks and not chunks[sequence.id].samples)
+            if (due := sequence.num_due) > 1 or (due == 1 and sequence.id in chunks and not chunks[sequence.id].samples)
         ]
 
     def _short_prompts(self, draft: Draft) -> list[Sequence]:
@@ -283,11 +282,14 @@ class Scheduler:
     def _grant(self, sequence: Sequence, count: int, draft: Draft, now: float) -> None:
         """Compute `count` due tokens of a running sequence, or as many as the pool has room for, but at least one;
         others are preempted if they must."""
+        block_size = self.config.block_size
         while True:
-            room = len(sequence.block_table) + self.kv.num_reclaimable
-            if self.config.chunked_prefill:
-                count = max(1, min(count, room * self.config.block_size - sequence.num_scheduled))
             num_before = len(sequence.block_table)
+            if sequence.num_scheduled + count <= num_before * block_size:
+                break  # as most decodes
+            if self.config.chunked_prefill:
+                room = num_before + self.kv.num_reclaimable
+                count = max(1, min(count, room * block_size - sequence.num_scheduled))
             self.misses.reclaiming(sequence.request.tenant, now)
             if self.kv.reserve(sequence, sequence.num_scheduled + count):
                 break
@@ -440,13 +442,14 @@ class Scheduler:
                 f"result of step {result.step_id} with {len(result.tokens)} chunks; expected step {step_id} with "
                 f"{len(parts)}"
             )
-        self.ledgers.commit([(part.sequence, part.chunk, part.counts) for part in parts], now, features.copied_bytes)
+        chunks = counted(parts)
+        self.ledgers.commit(chunks, now, features.copied_bytes)
         self.cost.observe(features, result.seconds)
         for transfer in result.transfers_done:
             self.kv.transfer_done(transfer)
-        for part, tokens in zip(parts, result.tokens, strict=True):
-            if part.counts:
-                self._fold(part.sequence, part.chunk, tokens, now)
+        for (sequence, chunk, counts), tokens in zip(chunks, result.tokens, strict=True):
+            if counts:
+                self._fold(sequence, chunk, tokens, now)
         return self.take_events()
 
     def _fold(self, sequence: Sequence, chunk: Chunk, tokens: tuple[int, ...], now: float) -> None:

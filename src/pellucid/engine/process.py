@@ -3,6 +3,9 @@
 Loading PyTorch takes longer than everything else that a start does, and needs to know nothing. So the process is
 started first and loads its libraries while the starter reads the model and imports the server; then it gets its orders.
 
+Its objects lie on huge pages (`HUGE_PAGES`): the weights that stream by in a step push page tables out of the
+processor's caches too, and each page of 4 KiB that Python touches afterwards waits for them again.
+
 Invariants: a process that is never given orders ends with its starter, or when this object is closed; this module
 imports nothing slow, since the start waits for it.
 """
@@ -10,15 +13,20 @@ imports nothing slow, since the start waits for it.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pellucid.engine.worker import EngineBuilder
+
+
+# Environment of the process: Python asks the C library for memory, and that asks for huge pages (glibc 2.35 and later).
+HUGE_PAGES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class EngineProcess:
@@ -32,7 +40,8 @@ class EngineProcess:
         orders, self._orders = spawn.Pipe(duplex=False)
         arguments = (warm_up, orders, self.endpoint)
         self.process = spawn.Process(target=_enter, args=arguments, name="pellucid-engine")
-        self.process.start()
+        with _environment(HUGE_PAGES):
+            self.process.start()
         orders.close()
 
     def build(self, build: EngineBuilder) -> None:
@@ -54,6 +63,18 @@ class EngineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    """For processes that are started meanwhile; what the user has set stands."""
+    added = [name for name in extra if name not in os.environ]
+    os.environ.update((name, extra[name]) for name in added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 def _enter(warm_up: Callable[[], None] | None, orders: Connection, endpoint: str) -> None:

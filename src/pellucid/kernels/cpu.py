@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
+from pellucid.kernels.gguf_types import GGUF_TYPES
 from pellucid.kernels.layout import SAMPLE_ROW
 from pellucid.kernels.processors import open_team, require_native
 
@@ -31,16 +33,13 @@ Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
 WeightFormat = Literal["bf16", "int8", "q8", "q4"]
 
 BLOCK_COLUMNS = 16  # columns of a packed block: parts of a fused weight begin on one
+SECTION_COLUMNS = 32  # a section is made of pairs of blocks
 TOKENS_PER_TILE = 16
 # Scratch of a thread holds 64 unpacked columns in bfloat16, or a row in float32.
 MAX_INPUTS = 65536
 MAX_HEAD_DIM = 256
 MAX_VOCABULARY = 1 << 19
-
-# GGUF types that are packed byte by byte; every other type is dequantised tensor by tensor and stored as q8.
-GGUF_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 8, "Q4_K": 12}
-_GGUF_FORMATS = {"Q4_0": "q4", "Q4_1": "q4_min", "Q8_0": "q8", "Q4_K": "q4_min"}
-_GGUF_ROW_UNITS = {"Q4_0": (32, 18), "Q4_1": (32, 20), "Q8_0": (32, 34), "Q4_K": (256, 144)}
+_FLOAT_FORMATS = {"bf16": "bf16", "int8": "int8", "q8": "q8", "q4": "q4_min"}
 
 
 class GgufRows(NamedTuple):
@@ -52,54 +51,73 @@ class GgufRows(NamedTuple):
     @property
     def num_inputs(self) -> int:
         """K. Raises ModelError for a type that is not packed directly, or rows that do not divide."""
-        if self.storage not in _GGUF_ROW_UNITS:
+        if self.storage not in GGUF_TYPES:
             raise ModelError(f"{self.storage} rows cannot be packed as they are; packed are {', '.join(GGUF_TYPES)}")
-        values, size = _GGUF_ROW_UNITS[self.storage]
-        if self.rows.ndim != 2 or self.rows.shape[1] % size:
+        stored = GGUF_TYPES[self.storage]
+        if self.rows.ndim != 2 or self.rows.shape[1] % stored.block_bytes:
             raise ModelError(
-                f"rows of shape {self.rows.shape} do not divide into {self.storage} blocks of {size} bytes"
+                f"rows of shape {self.rows.shape} do not divide into {self.storage} blocks of {stored.block_bytes} "
+                f"bytes"
             )
-        return int(self.rows.shape[1]) // size * values
+        return int(self.rows.shape[1]) // stored.block_bytes * stored.block_values
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A linear map `[N, K]` packed for the kernels, and its bias `[N]` in float32 or None.
 
-    `gated` marks a gate and an up matrix interleaved block by block: its product is silu(gate) * up, N / 2 wide.
+    Its `sections` stand one below the other, each in one format; only the map to query, key and value of a whole step
+    may have several. `gated` marks a gate and an up matrix interleaved block by block: its product is silu(gate) * up,
+    N / 2 wide.
     """
 
-    packed: Any
+    sections: tuple[Any, ...]
     bias: Tensor | None = None
     gated: bool = False
 
     @property
+    def packed(self) -> Any:
+        """The only section. Raises ConfigError where there are several."""
+        if len(self.sections) != 1:
+            raise ConfigError(f"a weight in {len(self.sections)} formats can only be multiplied within a step")
+        return self.sections[0]
+
+    @property
     def num_outputs(self) -> int:
-        return int(self.packed.n)
+        return sum(int(section.n) for section in self.sections)
 
     @property
     def num_inputs(self) -> int:
-        return int(self.packed.k)
+        return int(self.sections[0].k)
 
     @property
     def num_bytes(self) -> int:
         """Memory that the packed weight takes."""
-        return int(self.packed.bytes)
+        return sum(int(section.bytes) for section in self.sections)
 
     @classmethod
     def from_gguf_bytes(
         cls, parts: Sequence[GgufRows], *, bias: Tensor | None = None, gated: bool = False
     ) -> PackedWeight:
-        """Stack GGUF matrices of one type and width to one weight, keeping their 4 or 8 bits."""
-        if len({part.storage for part in parts}) != 1:
-            raise ModelError(f"a fused weight needs parts of one type, not {[part.storage for part in parts]}")
-        storage, inputs = parts[0].storage, parts[0].num_inputs
-        sizes = [len(part.rows) for part in parts]
-        weight = _empty(_GGUF_FORMATS[storage], sizes, inputs, [part.num_inputs for part in parts], gated)
-        for part, placement in zip(parts, _placements(sizes, gated)):
-            rows = np.ascontiguousarray(part.rows)
-            weight.pack_gguf(GGUF_TYPES[storage], rows.ctypes.data, len(rows), *placement)
-        return cls(weight, _float_bias(bias, sum(sizes)), gated)
+        """Stack GGUF matrices of one width to one weight, keeping their bits: neighbours that are packed alike share a
+        section. Raises ModelError for parts that do not fit together, or of a gated weight are not packed alike."""
+        widths, outputs = [part.num_inputs for part in parts], sum(len(part.rows) for part in parts)
+        runs = [(form, list(run)) for form, run in groupby(parts, lambda part: GGUF_TYPES[part.storage].packed_as)]
+        if gated and len(runs) > 1:
+            raise ModelError(
+                f"a gated weight needs parts that are packed alike, not {[part.storage for part in parts]}"
+            )
+        sections: list[Any] = []
+        for form, run in runs:
+            sizes = [len(part.rows) for part in run]
+            if len(sections) + 1 < len(runs) and sum(sizes) % SECTION_COLUMNS:
+                raise ModelError(f"parts of {sizes} outputs end within {SECTION_COLUMNS} columns of one format")
+            section = _empty(form, sizes, widths[0], widths, gated)
+            for part, placement in zip(run, _placements(sizes, gated)):
+                rows = np.ascontiguousarray(part.rows)
+                section.pack_gguf(GGUF_TYPES[part.storage].number, rows.ctypes.data, len(rows), *placement)
+            sections.append(section)
+        return cls(tuple(sections), _float_bias(bias, outputs), gated)
 
     @classmethod
     def from_tensor(
@@ -110,14 +128,13 @@ class PackedWeight:
         bf16 rounds; int8 has one scale per output; q8 and q4 have one per 32 inputs, q4 a minimum too.
         """
         sizes, inputs = [part.shape[0] for part in parts], parts[0].shape[1]
-        stored = "q4_min" if weight_format == "q4" else weight_format
-        weight = _empty(stored, sizes, inputs, [part.shape[1] for part in parts], gated)
+        weight = _empty(_FLOAT_FORMATS[weight_format], sizes, inputs, [part.shape[1] for part in parts], gated)
         for part, placement in zip(parts, _placements(sizes, gated)):
             rows = part.contiguous()
             if rows.dtype not in (torch.float32, torch.bfloat16):
                 raise ConfigError(f"weights are {rows.dtype}; pack float32 or bfloat16")
             weight.pack_floats(rows.data_ptr(), rows.dtype == torch.bfloat16, len(rows), *placement)
-        return cls(weight, _float_bias(bias, sum(sizes)), gated)
+        return cls((weight,), _float_bias(bias, sum(sizes)), gated)
 
 
 def _empty(stored: str, sizes: Sequence[int], inputs: int, widths: Sequence[int], gated: bool) -> Any:

@@ -8,7 +8,7 @@ residual stream stays in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from pellucid.core.errors import ConfigError, InvariantViolation
+from pellucid.core.plan import Chunk
 from pellucid.kernels import pages
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache
+from pellucid.kernels.lines import SequenceLines
 from pellucid.kernels.processors import require_native
 
 
@@ -80,6 +82,7 @@ class CpuDecoder:
         self._decoder = require_native().Decoder(
             kernels.handle, sizes, norm_eps, embedding.packed, head.packed, *map(_address, (norm, heads.cos, heads.sin))
         )
+        self._rows = require_native().StepRows()
         for layer in layers:
             self._add(layer, sizes)
 
@@ -101,7 +104,7 @@ class CpuDecoder:
             if weight.bias is not None and name != "qkv":
                 raise ConfigError(f"{name} has a bias; the native step knows biases of query, key and value only")
         self._decoder.add_layer(
-            _address(layer.attention_norm), layer.qkv.packed, _address(layer.qkv.bias), _address(layer.query_norm),
+            _address(layer.attention_norm), layer.qkv.sections, _address(layer.qkv.bias), _address(layer.query_norm),
             _address(layer.key_norm), layer.output.packed, _address(layer.mlp_norm), layer.gate_up.packed,
             layer.down.packed, layer.cache[0].data_ptr(), layer.cache[1].data_ptr(),
         )  # fmt: skip
@@ -123,6 +126,27 @@ class CpuDecoder:
             *batch.arguments, len(rows.sample_rows), rows.sample_rows.ctypes.data, logits.data_ptr(),
         )  # fmt: skip
         return logits
+
+    def draw(
+        self, chunks: tuple[Chunk, ...], lines: SequenceLines, line_of: dict[int, int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Compute a plan's chunks and draw a token after each that samples: what was drawn, beside the chunks. Tokens,
+        blocks and rules are read from the sequences' lines, and drawn tokens written there.
+
+        Raises InvariantViolation for a chunk whose tokens or blocks are not known or do not exist.
+        """
+        drawn = self._rows.step(self._decoder, chunks, line_of, lines.native, self._bounds)
+        if not isinstance(drawn, int):
+            return cast("tuple[tuple[int, ...], ...]", drawn)
+        chunk = chunks[drawn]
+        if chunk.seq_id not in line_of:
+            raise InvariantViolation(f"the plan names sequence {chunk.seq_id}, which the executor was never told of")
+        raise InvariantViolation(lines.refusal(chunk, line_of[chunk.seq_id]))
+
+    @property
+    def sample_seconds(self) -> float:
+        """How much of the last step was drawing tokens."""
+        return float(self._decoder.sample_seconds)
 
     def _logits_of(self, num_rows: int) -> Tensor:
         """Room for that many rows, kept from step to step: fresh memory would be handed out page by page inside it."""

@@ -1,6 +1,6 @@
 """The native kernels as a `Kernels` record: what `select` returns where they fit the model and the machine.
 
-Weights keep the precision of their file unless told otherwise: 4-bit and 8-bit GGUF matrices stay as they are, floating
+Weights keep the precision of their file unless told otherwise: GGUF matrices of 4, 5, 6 and 8 bits keep them, floating
 ones become bfloat16. A whole step is then one native call (`cpu_step.py`), so of the record the models use only what
 packs, plans and samples; the reference's single operations are not in it, because they cannot read packed weights.
 """
@@ -18,12 +18,12 @@ import torch
 from pellucid.core.errors import ConfigError
 from pellucid.kernels import Kernels, StoredTensor, cpu, reference
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, GgufRows, PackedWeight, WeightFormat
+from pellucid.kernels.gguf_types import FLOATING, GGUF_TYPES
 from pellucid.kernels.layout import BatchLayout
 from pellucid.kernels.processors import native
 
 Weights = Literal["auto", "bf16", "int8", "int4"]
 _FORMATS: dict[str, WeightFormat] = {"bf16": "bf16", "int8": "q8", "int4": "q4"}
-_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +106,17 @@ def pack_stored(
 ) -> PackedWeight:
     """Stack stored matrices to one packed weight.
 
-    With `auto`, types that the kernels read stay as they are, floating types become bf16, and what remains (other
-    quantisations, or a mixture within one weight) is dequantised matrix by matrix and stored as q8.
+    With `auto`, types that the kernels read keep their bits, floating types become bf16, and what remains (other
+    quantisations, or a gate and an up matrix that are packed differently) is dequantised matrix by matrix and stored as
+    q8.
     """
     bias = reference.stack(biases, torch.float32, torch.device("cpu")) if biases else None
     storages = {part.storage for part in parts}
-    if weights == "auto" and len(storages) == 1 and storages <= cpu.GGUF_TYPES.keys():
+    keeps_bits = weights == "auto" and storages <= GGUF_TYPES.keys()
+    if keeps_bits and not (gated and len({GGUF_TYPES[storage].packed_as for storage in storages}) > 1):
         rows = [GgufRows(part.storage, part.raw()) for part in parts]
         return PackedWeight.from_gguf_bytes(rows, bias=bias, gated=gated)
-    stored_as: WeightFormat = "bf16" if storages <= set(_FLOATS) else "q8"
+    stored_as: WeightFormat = "bf16" if storages <= FLOATING.keys() else "q8"
     if weights != "auto":
         stored_as = _FORMATS[weights]
     tensors = [reference.stack([part], torch.float32, torch.device("cpu")) for part in parts]

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pellucid.core.plan import Chunk
 from pellucid.kernels.cpu import CpuKernels, RotaryHeads
 from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows
+from pellucid.kernels.lines import SequenceLines
 from pellucid.models.config import ModelConfig
 from pellucid.models.layers import DecoderWeights, LayerWeights
 
@@ -39,19 +41,33 @@ class FusedStep:
 
     def __call__(self, batch: DecoderInput, cache: Cache) -> Tensor:
         """Compute the step, writing keys and values to `cache`. Returns logits `[R, V]`, float32."""
-        if self._decoder is None or self._cache is not cache:
-            self._decoder, self._cache = self._prepare(cache), cache
         rows = StepRows(
             token_ids=batch.token_ids.numpy().astype(np.int32),
             positions=batch.positions.numpy().astype(np.int32),
             slots=batch.attention.slots,
             sample_rows=batch.sample_rows.numpy().astype(np.int32),
         )
-        return self._decoder.step(rows, batch.attention.batch)
+        return self._decoder_on(cache).step(rows, batch.attention.batch)
+
+    def draw(
+        self, chunks: tuple[Chunk, ...], lines: SequenceLines, line_of: dict[int, int], cache: Cache
+    ) -> tuple[tuple[int, ...], ...]:
+        """Compute a plan's chunks, and the token after each that samples; see `CpuDecoder.draw`."""
+        return self._decoder_on(cache).draw(chunks, lines, line_of)
+
+    @property
+    def sample_seconds(self) -> float:
+        """How much of the last step was drawing tokens."""
+        return 0.0 if self._decoder is None else self._decoder.sample_seconds
 
     def stolen_seconds(self) -> float:
         """How long others kept the last step's threads from their cores; 0 before the first step."""
         return 0.0 if self._decoder is None else self._decoder.stolen_seconds()
+
+    def _decoder_on(self, cache: Cache) -> CpuDecoder:
+        if self._decoder is None or self._cache is not cache:
+            self._decoder, self._cache = self._prepare(cache), cache
+        return self._decoder
 
     def _prepare(self, cache: Cache) -> CpuDecoder:
         config, weights = self._config, self._weights

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -106,7 +106,8 @@ def shape_from_gguf(
     layers = stored.most_common(1)[0][0] if stored else shape.weight_format
     tables = [t for t in directory if t.name in ("token_embd.weight", "output.weight")]
     head = _format_of(max(tables, key=lambda t: t.name == "output.weight"), origin) if tables else layers
-    return replace(shape, weights=_weight_bytes(directory, origin), weight_format=layers, head_format=head)
+    stored_bytes = weight_bytes(directory, lambda tensor: _format_of(tensor, origin).element_bytes)
+    return replace(shape, weights=stored_bytes, weight_format=layers, head_format=head)
 
 
 def _vocab(directory: tuple[TensorEntry, ...]) -> int | None:
@@ -120,8 +121,9 @@ def _format_of(tensor: TensorEntry, origin: str) -> NumberFormat:
     return number_format(TENSOR_TYPES[tensor.type])
 
 
-def _weight_bytes(directory: tuple[TensorEntry, ...], origin: str) -> WeightBytes:
-    """Stored bytes by role. A file without `output.weight` has tied embeddings: its table is the head."""
+def weight_bytes(directory: Iterable[TensorEntry], element_bytes: Callable[[TensorEntry], float]) -> WeightBytes:
+    """Bytes by role, with so many for each element of a tensor. A file without `output.weight` has tied embeddings: its
+    table is the head."""
     roles = {"embedding": 0.0, "head": 0.0, "experts": 0.0, "dense": 0.0}
     for tensor in directory:
         if tensor.name == "token_embd.weight":
@@ -130,7 +132,7 @@ def _weight_bytes(directory: tuple[TensorEntry, ...], origin: str) -> WeightByte
             role = "head"
         else:
             role = "experts" if "_exps." in tensor.name else "dense"
-        roles[role] += math.prod(tensor.shape) * _format_of(tensor, origin).element_bytes
+        roles[role] += math.prod(tensor.shape) * element_bytes(tensor)
     if not roles["head"]:
         roles["head"], roles["embedding"] = roles["embedding"], 0.0
     return WeightBytes(**roles)

@@ -1,7 +1,8 @@
 """The executor's mirror of the running sequences, and the flat batch of one step made from it.
 
-Tokens and block tables of all sequences stand in two matrices with one line per sequence, so that a step's rows are
-looked up with a handful of NumPy calls however many sequences and tokens it has: no Python loop runs over tokens.
+Tokens and block tables of all sequences stand in two matrices with one line per sequence (`kernels/lines.py`), so that
+a step's rows are looked up with a handful of NumPy calls however many sequences and tokens it has: no Python loop runs
+over tokens. Native kernels look them up themselves; `build` and `append` are for those that take a batch.
 
     line      tokens[line]: t0 t1 t2 ...        tables[line]: b0 b1 b2 ...        known[line]: number of tokens known
 
@@ -21,6 +22,8 @@ from pellucid.core.errors import InvariantViolation
 from pellucid.core.plan import Chunk, StepPlan
 from pellucid.core.request import SamplingParams
 from pellucid.kernels.layout import BatchLayout
+from pellucid.kernels.lines import SequenceLines
+from pellucid.runtime.sampler import rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +43,17 @@ class StepBatch:
 class SequenceMirror:
     """What the executor knows of the running sequences, kept up to date by `apply` and `append`."""
 
-    def __init__(self, block_size: int) -> None:
-        self.block_size = block_size
-        self._lines: dict[int, int] = {}
+    def __init__(self, block_size: int, seed: int = 0) -> None:
+        self.lines = SequenceLines(block_size)
+        self.line_of: dict[int, int] = {}  # by sequence id
+        self._seed = seed
         self._free: list[int] = []
-        self._sampling: list[tuple[int, SamplingParams]] = []
-        self._tokens = np.zeros((0, 0), dtype=np.int64)
-        self._tables = np.zeros((0, 0), dtype=np.int64)
-        self._known = np.zeros(0, dtype=np.int64)
-        self._num_blocks = np.zeros(0, dtype=np.int64)
+        self._sampling: dict[int, tuple[int, SamplingParams]] = {}
 
     @property
     def num_sequences(self) -> int:
         """Sequences mirrored at present."""
-        return len(self._lines)
+        return len(self.line_of)
 
     def sampling(self, line: int) -> tuple[int, SamplingParams]:
         """(sequence id, sampling parameters) of a line."""
@@ -63,47 +63,42 @@ class SequenceMirror:
         """Take in a plan's `released`, `new` and `blocks`, in that order."""
         for seq_id in plan.released:
             self._free.append(self._line(seq_id))
-            del self._lines[seq_id]
+            del self.line_of[seq_id]
         for new in plan.new:
-            if new.seq_id in self._lines:
+            if new.seq_id in self.line_of:
                 raise InvariantViolation(f"step {plan.step_id}: sequence {new.seq_id} is new, and already known")
-            line = self._take_line()
-            self._lines[new.seq_id] = line
+            line = self.line_of[new.seq_id] = self._take_line()
             self._sampling[line] = (new.seq_id, new.sampling)
-            count = len(new.token_ids)
-            self._tokens = _with_columns(self._tokens, count)
-            self._tokens[line, :count] = new.token_ids
-            self._known[line] = count
-            self._num_blocks[line] = 0
+            self.lines.write_tokens(line, new.token_ids)
+            self.lines.rules[line] = rule_of(new.seq_id, new.sampling, self._seed)
         for update in plan.blocks:
-            line = self._line(update.seq_id)
-            end = update.start + len(update.blocks)
-            self._tables = _with_columns(self._tables, end)
-            self._tables[line, update.start : end] = update.blocks
-            self._num_blocks[line] = end
+            self.lines.write_blocks(self._line(update.seq_id), update.start, update.blocks)
 
     def build(self, chunks: Sequence[Chunk], padded_rows: Callable[[int], int]) -> StepBatch:
         """The flat batch of these chunks, `padded_rows(T)` rows long. Raises InvariantViolation for a chunk whose
         tokens or blocks are not known."""
         table = np.array([(self._line(c.seq_id), c.start, c.end, c.samples) for c in chunks], dtype=np.int64)
         lines, starts, ends, samples = np.ascontiguousarray(table.reshape(-1, 4).T)
-        self._check(chunks, lines, starts, ends)
+        known, block_size = self.lines, self.lines.block_size
+        bad = (ends > known.known[lines]) | (ends > known.num_blocks[lines] * block_size) | (starts >= ends)
+        for i in np.flatnonzero(bad).tolist():
+            raise InvariantViolation(known.refusal(chunks[i], int(lines[i])))
         row_starts, row_lines, positions = _rows_of(lines, starts, ends)
-        most_blocks = -(-int(ends.max()) // self.block_size)
-        block, offset = np.divmod(positions, self.block_size)
+        most_blocks = -(-int(ends.max()) // block_size)
+        block, offset = np.divmod(positions, block_size)
         layout = BatchLayout(
             row_starts=row_starts,
             starts=starts,
             ends=ends,
-            block_tables=self._tables[lines, :most_blocks],
-            slots=self._tables[row_lines, block] * self.block_size + offset,
-            block_size=self.block_size,
+            block_tables=known.tables[lines, :most_blocks].astype(np.int64),
+            slots=known.tables[row_lines, block] * np.int64(block_size) + offset,
+            block_size=block_size,
         )
         sampling = np.flatnonzero(samples)
         num_rows = padded_rows(len(positions))
         return StepBatch(
             layout=layout,
-            token_ids=padded(self._tokens[row_lines, positions], num_rows),
+            token_ids=padded(known.tokens[row_lines, positions].astype(np.int64), num_rows),
             positions=padded(positions, num_rows),
             sample_rows=row_starts[sampling + 1] - 1,
             sample_lines=lines[sampling],
@@ -114,41 +109,22 @@ class SequenceMirror:
         """Store the sampled tokens `[R]`, each behind its chunk."""
         if len(tokens) == 0:
             return
-        self._tokens = _with_columns(self._tokens, int(batch.sample_positions.max()) + 1)
-        self._tokens[batch.sample_lines, batch.sample_positions] = tokens
-        self._known[batch.sample_lines] = batch.sample_positions + 1
+        self.lines.tokens[batch.sample_lines, batch.sample_positions] = tokens
+        self.lines.known[batch.sample_lines] = batch.sample_positions + 1
 
     def _line(self, seq_id: int) -> int:
-        line = self._lines.get(seq_id)
+        line = self.line_of.get(seq_id)
         if line is None:
             raise InvariantViolation(f"the plan names sequence {seq_id}, which the executor was never told of")
         return line
 
     def _take_line(self) -> int:
         if not self._free:
-            old = len(self._known)
+            old = len(self.lines)
             more = max(8, old)
             self._free.extend(reversed(range(old, old + more)))
-            self._sampling.extend([(-1, SamplingParams())] * more)
-            self._tokens = np.pad(self._tokens, ((0, more), (0, 0)))
-            self._tables = np.pad(self._tables, ((0, more), (0, 0)))
-            self._known = np.pad(self._known, (0, more))
-            self._num_blocks = np.pad(self._num_blocks, (0, more))
+            self.lines.add(more)
         return self._free.pop()
-
-    def _check(
-        self,
-        chunks: Sequence[Chunk],
-        lines: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        ends: npt.NDArray[np.int64],
-    ) -> None:
-        bad = (ends > self._known[lines]) | (ends > self._num_blocks[lines] * self.block_size) | (starts >= ends)
-        for i in np.flatnonzero(bad).tolist():
-            raise InvariantViolation(
-                f"{chunks[i]} cannot be computed: {self._known[lines[i]]} tokens are known and "
-                f"{self._num_blocks[lines[i]]} blocks of {self.block_size} are assigned"
-            )
 
 
 def padded(values: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -167,9 +143,3 @@ def _rows_of(
     if num_rows == len(lines):  # a row each, as most steps have
         return row_starts, lines, starts
     return row_starts, np.repeat(lines, lengths), np.arange(num_rows) + np.repeat(starts - row_starts[:-1], lengths)
-
-
-def _with_columns(matrix: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
-    """The matrix with room for `count` columns, grown by half at least so that growth costs little per token."""
-    have = matrix.shape[1]
-    return matrix if count <= have else np.pad(matrix, ((0, 0), (0, max(count, have * 3 // 2, 64) - have)))

@@ -2,9 +2,9 @@
 
     launch   keeps the plan                            collect   mirror -> batch -> forward -> sample -> result
 
-A CPU has nothing to overlap, so all work is done in `collect`, in launch order. Invariants: no gradient is ever
-recorded; the only value that comes back from the device is the row of sampled tokens; PyTorch uses as many threads as
-the configuration says.
+Where the native kernels compute whole steps, batch, forward and sample are one call of theirs. A CPU has nothing to
+overlap, so all work is done in `collect`, in launch order. Invariants: no gradient is ever recorded; the only value
+that comes back from the device is the row of sampled tokens; PyTorch uses as many threads as the configuration says.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pellucid.kernels.deterministic import check_row_independence
 from pellucid.kernels.native import NativeNeeds
 from pellucid.models.config import ModelConfig, load_model_config
 from pellucid.models.decoder import Decoder, DecoderInput, load_decoder
+from pellucid.models.fused import FusedStep
 from pellucid.models.layers import DecoderWeights, Progress
 from pellucid.runtime.batch import SequenceMirror, StepBatch, padded
 from pellucid.runtime.config import RuntimeConfig, resolve
@@ -57,7 +58,7 @@ class TorchExecutor:
         self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
         for store in (self._store, self._host):
             store.populate()
-        self._mirror = SequenceMirror(config.block_size)
+        self._mirror = SequenceMirror(config.block_size, seed)
         self._sampler = Sampler(decoder.kernels, seed)
         self._launched: deque[StepPlan] = deque()
 
@@ -74,16 +75,15 @@ class TorchExecutor:
         began = perf_counter()
         for store in (self._store, self._host):
             store.begin_step()
+        self._mirror.apply(plan)
+        if plan.copies or plan.transfers:
+            self._move_blocks(plan)
+        moved = tuple([transfer.id for transfer in plan.transfers])
+        if not plan.chunks:
+            return StepResult(plan.step_id, (), perf_counter() - began, transfers_done=moved)
+        if self._decoder.fused is not None:
+            return self._fused_step(self._decoder.fused, plan, began, moved)
         with torch.inference_mode():
-            self._mirror.apply(plan)
-            for copy in plan.copies:
-                self._store.copy_block(copy.source, copy.target)
-            for transfer in plan.transfers:
-                source, target = (self._store, self._host) if transfer.kind == "out" else (self._host, self._store)
-                target.exchange(source, transfer.pairs)
-            moved = tuple(transfer.id for transfer in plan.transfers)
-            if not plan.chunks:
-                return StepResult(plan.step_id, (), perf_counter() - began, transfers_done=moved)
             batch = self._mirror.build(plan.chunks, self._padded_rows)
             inputs = self._to_device(batch)
             prepared = perf_counter()
@@ -92,8 +92,24 @@ class TorchExecutor:
             tokens = self._sample(logits, batch)
         ended = perf_counter()
         phases = (("prepare", prepared - began), ("forward", computed - prepared), ("sample", ended - computed))
-        stolen = 0.0 if self._decoder.fused is None else self._decoder.fused.stolen_seconds()
-        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases, moved, stolen)
+        return StepResult(plan.step_id, _per_chunk(plan, tokens), ended - began, phases, moved)
+
+    def _fused_step(self, fused: FusedStep, plan: StepPlan, began: float, moved: tuple[int, ...]) -> StepResult:
+        """One native call from the plan's chunks to their tokens."""
+        prepared = perf_counter()
+        tokens = fused.draw(plan.chunks, self._mirror.lines, self._mirror.line_of, self._store.layers)
+        ended = perf_counter()
+        sampling = fused.sample_seconds
+        phases = (("prepare", prepared - began), ("forward", ended - prepared - sampling), ("sample", sampling))
+        return StepResult(plan.step_id, tokens, ended - began, phases, moved, fused.stolen_seconds())
+
+    @torch.inference_mode()
+    def _move_blocks(self, plan: StepPlan) -> None:
+        for copy in plan.copies:
+            self._store.copy_block(copy.source, copy.target)
+        for transfer in plan.transfers:
+            source, target = (self._store, self._host) if transfer.kind == "out" else (self._host, self._store)
+            target.exchange(source, transfer.pairs)
 
     def memory(self) -> MemoryReport:
         """What the executor holds now."""
@@ -234,7 +250,7 @@ def _weight_bytes(weights: DecoderWeights) -> int:
         if isinstance(item, torch.Tensor):
             seen[item.data_ptr()] = item.numel() * item.element_size()
         elif isinstance(item, PackedWeight):
-            seen[id(item.packed)] = item.num_bytes
+            seen[id(item)] = item.num_bytes
         elif isinstance(item, tuple):
             pending.extend(item)
         elif hasattr(item, "__dataclass_fields__"):

@@ -38,18 +38,22 @@ class Sampler:
         drawn = [i for i, (_, params) in enumerate(requests) if not params.greedy]
         if not drawn:
             return rows
-        chosen = [requests[i] for i in drawn]
-        seeds = [p.seed if p.seed is not None else _sequence_seed(self._seed, i) for i, p in chosen]
-        numbers = uniforms(np.array([_as_uint64(seed) for seed in seeds], dtype=np.uint64), positions[drawn])
-        rows[drawn] = [
-            (max(p.temperature, _COLDEST), p.top_p, p.min_p, min(p.top_k, _MOST), number)
-            for (_, p), number in zip(chosen, numbers)
-        ]
+        rules = [rule_of(*requests[i], self._seed) for i in drawn]
+        numbers = uniforms(np.array([seed for *_, seed in rules], dtype=np.uint64), positions[drawn])
+        rows[drawn] = [(*filters, number) for (*filters, _), number in zip(rules, numbers)]
         return rows
 
 
 # A temperature that is not 0 must not become 0 in float32, nor a top-k leave int32.
 _COLDEST, _MOST = float(np.finfo(np.float32).tiny), 2**31 - 1
+
+
+def rule_of(seq_id: int, params: SamplingParams, engine_seed: int) -> tuple[float, float, float, int, int]:
+    """How a sequence is sampled, in the order of `lines.SAMPLE_RULE`: its filters, and the seed of its numbers."""
+    if params.greedy:
+        return (0.0, 0.0, 0.0, 0, 0)
+    seed = _sequence_seed(engine_seed, seq_id) if params.seed is None else _as_uint64(params.seed)
+    return (max(params.temperature, _COLDEST), params.top_p, params.min_p, min(params.top_k, _MOST), seed)
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

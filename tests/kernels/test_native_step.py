@@ -24,9 +24,13 @@ if processors.native() is None:
     pytest.skip("the native kernels are not built", allow_module_level=True)
 
 from pellucid.core.errors import ConfigError, InvariantViolation  # noqa: E402
+from pellucid.core.plan import Chunk  # noqa: E402
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, GgufRows, PackedWeight, RotaryHeads  # noqa: E402
 from pellucid.kernels.cpu_step import CpuDecoder, LayerPieces, StepRows  # noqa: E402
+from pellucid.kernels.layout import SAMPLE_ROW  # noqa: E402
+from pellucid.kernels.lines import SequenceLines  # noqa: E402
 from pellucid.kernels.processors import physical_cores  # noqa: E402
+from pellucid.runtime.sampler import uniforms  # noqa: E402
 
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
 LEVELS = ("portable", "avx2", "avx512", "amx")
@@ -204,3 +208,71 @@ def test_time_that_others_take_from_a_step_is_seen() -> None:
             assert 0 <= model.decoder.stolen_seconds() <= time.perf_counter() - began
             stolen = max(stolen, model.decoder.stolen_seconds())
     assert stolen >= 1e-3
+
+
+def lines_of(sequences: dict[int, tuple[np.ndarray, list[int]]]) -> tuple[SequenceLines, dict[int, int]]:
+    """Lines with these tokens and blocks, every other one empty."""
+    lines, line_of = SequenceLines(BLOCK), {}
+    lines.add(2 * len(sequences))
+    for i, (seq_id, (ids, blocks)) in enumerate(sequences.items()):
+        line = line_of[seq_id] = 2 * i + 1
+        lines.write_tokens(line, tuple(ids.tolist()))
+        lines.write_blocks(line, 0, tuple(blocks))
+    return lines, line_of
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+def test_drawing_is_a_step_and_then_a_sample(isa) -> None:
+    """From lines of tokens and blocks: the tokens that the logits of the same rows give, behind their chunks."""
+    model, twin = TinyModel("q8", isa), TinyModel("q8", isa)
+    ids = {4: tokens(50, 8), 9: tokens(23, 9), 2: tokens(30, 10)}
+    blocks = {4: list(range(4)), 9: [12, 10, 11], 2: [20, 22]}
+    lines, line_of = lines_of({seq_id: (ids[seq_id], blocks[seq_id]) for seq_id in ids})
+    lines.rules[line_of[9]] = (0.8, 0.9, 0.01, 40, 1234)
+    chunks = (Chunk(9, 0, 23, True), Chunk(2, 0, 29, False), Chunk(4, 0, 50, True))
+    rows = np.zeros(2, SAMPLE_ROW)
+    for _ in range(12):
+        drawn = model.decoder.draw(chunks, lines, line_of)
+        logits = twin.step([(ids[c.seq_id], c.start, c.end, blocks[c.seq_id]) for c in chunks])
+        last = [sum(c.num_tokens for c in chunks[: i + 1]) - 1 for i, c in enumerate(chunks) if c.samples]
+        rows[0] = (0.8, 0.9, 0.01, 40, uniforms(np.array([1234], np.uint64), np.array([chunks[0].end]))[0])
+        expected = model.kernels.sample(logits[last], rows).tolist()
+        assert drawn == ((expected[0],), (), (expected[1],))
+        for seq_id, token in ((9, expected[0]), (4, expected[1])):
+            ids[seq_id] = np.append(ids[seq_id], token)
+            line = line_of[seq_id]
+            assert lines.tokens[line, : lines.known[line]].tolist() == ids[seq_id].tolist()
+        chunks = tuple(
+            Chunk(seq_id, len(ids[seq_id]) - 1, len(ids[seq_id]), samples)
+            for seq_id, samples in ((9, True), (2, False), (4, True))
+        )
+    assert model.decoder.sample_seconds > 0
+
+
+def test_chunks_that_cannot_be_computed_are_named() -> None:
+    model = TinyModel("q8")
+    lines, line_of = lines_of({7: (tokens(20, 11), [0, 1]), 8: (np.array([VOCAB]), [2]), 9: (tokens(5, 12), [80])})
+    fits = Chunk(7, 0, 20, True)
+    for chunk, words in (
+        (Chunk(7, 20, 21, True), "20 tokens are known and 2 blocks of 16"),
+        (Chunk(7, 5, 5, True), "cannot be computed"),
+        (Chunk(7, -1, 5, True), "cannot be computed"),
+        (Chunk(8, 0, 1, True), "does not exist"),
+        (Chunk(9, 0, 5, True), "does not exist"),
+        (Chunk(3, 0, 1, True), "sequence 3, which the executor was never told of"),
+    ):
+        before = lines.tokens.copy()
+        for chunks in ((chunk,), (fits, chunk)):
+            with pytest.raises(InvariantViolation, match=words):
+                model.decoder.draw(chunks, lines, line_of)
+        assert np.array_equal(lines.tokens, before)
+    lines.num_blocks[line_of[7]] = 1
+    with pytest.raises(InvariantViolation, match="20 tokens are known and 1 blocks of 16"):
+        model.decoder.draw((fits,), lines, line_of)
+
+
+def test_random_numbers_are_those_of_the_sampler() -> None:
+    generator = np.random.default_rng(13)
+    seeds, positions = generator.integers(0, 2**64, 50, np.uint64), generator.integers(0, 2**31, 50)
+    native_ = [processors.native().uniform_at(int(s), int(p)) for s, p in zip(seeds, positions)]
+    assert native_ == uniforms(seeds, positions).tolist()

@@ -62,7 +62,7 @@ def share_step(
     copying = 0.0
     if copied_bytes:
         copying = max(0.0, total - cost.predict(all_features._replace(copied_bytes=0)).seconds) * scale
-    alone = _alone(cost, chunks, is_decode, longest)
+    alone = [total] if len(chunks) == 1 and not copied_bytes else _alone(cost, chunks, is_decode, longest)
     if all(is_decode):
         own = [min(seconds, total) * scale for seconds in alone]
         return StepShares(own, {}, explained, 0.0, wall_seconds - explained, copying)

@@ -1,11 +1,11 @@
 """What quantisation costs: perplexity over text, beside the float32 reference on the same weights.
 
-    python benchmarks/perplexity.py MODEL.gguf [--tokens 20480] [--text FILE ...] [--paths auto bf16 int8] [--json]
+    python benchmarks/perplexity.py MODEL.gguf [--tokens 20480] [--text FILE ...] [--paths auto bf16 int8 ...] [--json]
 
 The text is cut into windows of 512 tokens; every window is read from its start, 512 tokens a step (the products of
 many rows) and 8 tokens a step (those of few). By default it is the sessions of agents in `../shared/traces` where that
 archive is there, else the project's own documentation. The command fails where a path's perplexity is further from the
-reference's than its limit: 0.5 % for bf16, 1 % for the file's own precision and for int8.
+reference's than its limit: 0.5 % for bf16, 1 % for the file's own precision, for int8, and with an int8 KV cache (kv8).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import sys
 import tarfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,8 @@ from pellucid.text.tokenizer import tokenizer_from_gguf
 ROOT = Path(__file__).resolve().parent.parent
 SESSIONS = ROOT.parent / "shared" / "traces" / "lmcache_agent_miniswe_taubench.tar.gz"
 WINDOW, BLOCK = 512, 16
-LIMITS = {"bf16": 0.005, "auto": 0.01, "int8": 0.01}  # share of the reference's perplexity
+# Share of the reference's perplexity.
+LIMITS = {"bf16": 0.005, "auto": 0.01, "int8": 0.01, "bf16-kv8": 0.01, "auto-kv8": 0.01}
 FEW_ROWS = 8
 
 
@@ -101,8 +102,8 @@ class Reader:
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         cpu = torch.device("cpu")
         self._decoder: Decoder = load_decoder(model, kernels, self._dtype, cpu, num_positions=WINDOW)
-        spec = self._decoder.config.cache_spec(config.element_bytes)
-        self._store = KVStore(spec, num_blocks=WINDOW // BLOCK, block_size=BLOCK, dtype=self._dtype, device=cpu)
+        spec, cached = self._decoder.config.cache_spec(config.cache_dtype), getattr(torch, config.cache_dtype)
+        self._store = KVStore(spec, num_blocks=WINDOW // BLOCK, block_size=BLOCK, dtype=cached, device=cpu)
         self._rows = path.rows
 
     def read(self, windows: npt.NDArray[np.int64]) -> Outcome:
@@ -133,8 +134,13 @@ class Reader:
 
 def paths_of(names: list[str]) -> list[Way]:
     """Each precision with many and with few tokens a step."""
-    configs = {name: RuntimeConfig(dtype="bfloat16", weights=name) for name in names}
-    return [Way(name, config, rows) for name, config in configs.items() for rows in (WINDOW, FEW_ROWS)]
+    return [Way(name, config_of(name), rows) for name in names for rows in (WINDOW, FEW_ROWS)]
+
+
+def config_of(name: str) -> RuntimeConfig:
+    """The configuration that a path names: weights, and -kv8 for an int8 cache."""
+    weights: Any = name.removesuffix("-kv8")
+    return RuntimeConfig(dtype="bfloat16", weights=weights, kv_dtype="auto" if weights == name else "int8")
 
 
 def main() -> None:

@@ -170,7 +170,7 @@ def _pool_bytes(settings: EngineSettings, config: ModelConfig, arguments: argpar
     longest = max(*arguments.contexts, *arguments.prompts)
     tokens = max(max(arguments.batches) * max(arguments.contexts), longest, 4 * 4096, arguments.max_tokens)
     slack = max(arguments.batches) * 512  # what the sequences grow by while others are still being computed
-    return (tokens + slack) * config.cache_spec(settings.runtime().element_bytes).bytes_per_token
+    return (tokens + slack) * config.cache_spec(settings.runtime().cache_dtype).bytes_per_token
 
 
 def _prompts(

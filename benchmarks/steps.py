@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--isa", default="auto", help="reference: plain PyTorch")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--context", type=int, default=256)
@@ -98,6 +99,7 @@ def main() -> None:
     args = parser.parse_args()
     config = RuntimeConfig(
         dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
         threads=args.threads,
         deterministic=args.deterministic,
         isa=args.isa,

@@ -32,13 +32,17 @@ struct SplitSums {
   float maximum, total;  // of scores in powers of two; of the exponentials
 };
 
-// Sixteen tokens of the item's head, wherever their block lies; one division per block instead of one per use.
+// Pieces of the item's head, wherever their block lies; one division per block instead of one per use.
 struct SplitTokens {
-  const uint16_t* keys[kSplit / kTokens];
-  const uint16_t* values[kSplit / kTokens];
+  const std::byte* keys[kSplit / kTokens];
+  const std::byte* values[kSplit / kTokens];
 };
+inline const uint16_t* halves(const std::byte* piece) { return reinterpret_cast<const uint16_t*>(piece); }
+inline Floats scales_of(const std::byte* piece, int64_t dim) {
+  return load(reinterpret_cast<const float*>(piece + kTokens * dim));
+}
 inline void find_tokens(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t tokens, SplitTokens* out) {
-  const int64_t piece = kTokens * a.head_dim, pieces = a.block_size / kTokens;
+  const int64_t piece = piece_bytes(a.cache_format, a.head_dim), pieces = a.block_size / kTokens;
   const int32_t* table = item.sequence->block_table + begin / a.block_size;
   int64_t inside = begin % a.block_size / kTokens;
   for (int64_t i = 0; i * kTokens < tokens; ++i) {
@@ -51,6 +55,34 @@ inline void find_tokens(const AttentionArgs& a, const AttentionItem& item, int64
     }
   }
 }
+
+// Keys and values that a decode reads come from memory, each once. They are asked for this many pieces ahead, and the first
+// of the next item while this one is computed.
+constexpr int64_t kPiecesAhead = 8;
+
+class PiecesAhead {
+ public:
+  PiecesAhead(const AttentionArgs& a, const AttentionItem* next) : bytes_(piece_bytes(a.cache_format, a.head_dim)) {
+    if (!next || next->query_end - next->query_begin > kBlock) return;
+    const int64_t begin = next->split_begin * kSplit;
+    count_ = clamp((next->sequence->context - begin + kTokens - 1) / kTokens, 0, 2 * kPiecesAhead);
+    find_tokens(a, *next, begin, count_ * kTokens, &tokens_);
+  }
+  // To be called at the i-th of the pieces of the split at hand.
+  void prefetch_one(const SplitTokens& tokens, int64_t i, int64_t pieces) {
+    if (i + kPiecesAhead < pieces) prefetch_piece(tokens, i + kPiecesAhead);
+    else if (done_ < count_) prefetch_piece(tokens_, done_++);
+  }
+
+ private:
+  void prefetch_piece(const SplitTokens& tokens, int64_t i) const {
+    for (int64_t line = 0; line < bytes_; line += 64) __builtin_prefetch(tokens.keys[i] + line, 0, 3);
+    for (int64_t line = 0; line < bytes_; line += 64) __builtin_prefetch(tokens.values[i] + line, 0, 3);
+  }
+
+  int64_t bytes_, count_ = 0, done_ = 0;
+  SplitTokens tokens_;
+};
 
 template <int64_t kRun, int64_t kSecond>
 void no_probabilities(int64_t padded, uint16_t* out) {

@@ -42,6 +42,7 @@ struct alignas(4096) ChunkScratch {
   Slot slots[2 * kUnitTiles];             // [row tile][16 tokens], the first of a row tile with its runs too
   uint16_t q[kItemRows * kMaxHeadDim];    // [row tile][head_dim / 32][16][32]
   uint16_t values[kSplit * kMaxHeadDim];  // [run][head_dim / 16][16 pairs][16][2]
+  uint16_t keys[kSplit * kMaxHeadDim];    // int8: pieces of them as bfloat16
   uint16_t ones[kRun * 16];
   SumTile tiles[kItemRows / kRowTile * (kMaxHeadDim / 16 + 1)];  // [row tile][16 dimensions, at last the total]
   float row[kMaxHeadDim];                                        // the sums of one query
@@ -74,8 +75,8 @@ void gather_queries(const AttentionArgs& a, const AttentionItem& item, int64_t m
 // wait for stores.
 void join_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, uint16_t* out) {
   for (int64_t t = 0; t < tokens; t += kRun) {
-    const uint16_t* first = at.values[t / kTokens];
-    const uint16_t* second = t + kTokens < tokens ? at.values[t / kTokens + 1] : nullptr;
+    const uint16_t* first = halves(at.values[t / kTokens]);
+    const uint16_t* second = t + kTokens < tokens ? halves(at.values[t / kTokens + 1]) : nullptr;
     for (int64_t d = 0; d < a.head_dim; d += 16, first += 256, out += 512) {
       __m512i pairs[16];
 #pragma GCC unroll 8
@@ -89,13 +90,53 @@ void join_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, 
   }
 }
 
+// Words of four bytes, 128 added, times the scale of each place, as two rows of bfloat16 pairs.
+inline void unpack_words(const std::byte* from, const Floats (&scales)[4], uint16_t* out) {
+  const Ints words = load_ints(from), byte = splat_int(0xff), half = splat_int(0x8000);
+  const Ints bytes[4] = {words & byte, shift_right<8>(words) & byte, shift_right<16>(words) & byte, shift_right<24>(words)};
+  Ints rounded[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) rounded[i] = as_ints((to_floats(bytes[i]) - splat(128.0f)) * scales[i]) + half;
+  const Ints upper = splat_int(static_cast<int32_t>(0xffff0000));
+  store_ints(out, shift_right<16>(rounded[0]) | (rounded[1] & upper));
+  store_ints(out + 32, shift_right<16>(rounded[2]) | (rounded[3] & upper));
+}
+
+// Keys of bytes become bfloat16 in `out`, where they are found from then on.
+void unpack_keys(const AttentionArgs& a, int64_t tokens, SplitTokens* at, uint16_t* out) {
+  for (int64_t piece = 0; piece * kTokens < tokens; ++piece, out += kTokens * a.head_dim) {
+    const std::byte* keys = at->keys[piece];
+    const Floats scale = scales_of(keys, a.head_dim), scales[4] = {scale, scale, scale, scale};
+    for (int64_t d = 0; d < a.head_dim; d += 4) unpack_words(keys + d * kTokens, scales, out + d * kTokens);
+    at->keys[piece] = reinterpret_cast<const std::byte*>(out);
+  }
+}
+
+// join_values for values of bytes: the pairs of four tokens follow one another.
+void unpack_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at, uint16_t* out) {
+  for (int64_t piece = 0; piece * kTokens < round_up(tokens, kRun); ++piece) {
+    uint16_t* to = out + piece / 2 * kRun * a.head_dim + piece % 2 * 64;
+    const std::byte* values = piece * kTokens < tokens ? at.values[piece] : nullptr;
+    for (int64_t quad = 0; quad < 4; ++quad) {
+      Floats scales[4];
+      for (int64_t i = 0; values && i < 4; ++i)
+        scales[i] = splat(reinterpret_cast<const float*>(values + kTokens * a.head_dim)[quad * 4 + i]);
+      for (int64_t d = 0; d < a.head_dim; d += 16) {
+        uint16_t* rows = to + d * kRun + quad * 128;
+        if (values) unpack_words(values + d * kTokens + quad * 64, scales, rows);
+        else __builtin_memset(rows, 0, 128);
+      }
+    }
+  }
+}
+
 // Keys and values lie in memory and are read for one item or a few: those of the next split are asked for while this one is
 // computed, some lines at a time.
 class Ahead {
  public:
   // The split's tokens, spread over `calls` calls of some(). `tokens` is room for where they lie.
   Ahead(const AttentionArgs& a, const AttentionItem& item, int64_t split, int64_t calls, SplitTokens* tokens)
-      : tokens_(tokens), lines_(a.head_dim / 2) {
+      : tokens_(tokens), lines_(piece_bytes(a.cache_format, a.head_dim) / 64) {
     const int64_t begin = split * kSplit, count = clamp(item.sequence->context - begin, 0, kSplit);
     find_tokens(a, item, begin, count, tokens);
     pieces_ = (count + kTokens - 1) / kTokens;
@@ -105,10 +146,10 @@ class Ahead {
 
   void some() {
     if (piece_ >= pieces_) return;
-    const uint16_t *keys = tokens_->keys[piece_] + line_ * 32, *values = tokens_->values[piece_] + line_ * 32;
+    const std::byte *keys = tokens_->keys[piece_] + line_ * 64, *values = tokens_->values[piece_] + line_ * 64;
     for (int64_t i = 0; i < step_; ++i) {
-      __builtin_prefetch(keys + i * 32, 0, 2);
-      __builtin_prefetch(values + i * 32, 0, 2);
+      __builtin_prefetch(keys + i * 64, 0, 2);
+      __builtin_prefetch(values + i * 64, 0, 2);
     }
     line_ += step_;
     if (line_ < lines_) return;
@@ -162,7 +203,12 @@ class ChunkItem {
     starts_ = a_.deterministic || split == item_.split_begin;
     tokens_ = clamp(s_->visible[count_ - 1] - begin_, 0, kSplit);
     find_tokens(a_, item_, begin_, tokens_, &s_->tokens);
-    join_values(a_, tokens_, s_->tokens, s_->values);
+    if (a_.cache_format == CacheFormat::int8) {
+      unpack_keys(a_, tokens_, &s_->tokens, s_->keys);
+      unpack_values(a_, tokens_, s_->tokens, s_->values);
+    } else {
+      join_values(a_, tokens_, s_->tokens, s_->values);
+    }
     const int64_t calls = ((count_ + 1) / 2 + (count_ + 31) / 32 * 8) * ((tokens_ + kUnitTokens - 1) / kUnitTokens);
     if (split + 1 < item_.split_end) ahead_ = Ahead(a_, item_, split + 1, calls, &s_->tokens_ahead);
     else if (next_) ahead_ = Ahead(a_, *next_, next_->split_begin, calls, &s_->tokens_ahead);
@@ -219,8 +265,8 @@ class ChunkItem {
   void score(const Unit& unit, int64_t run) {
     const uint16_t* q = s_->q + unit.first * dim();
     const int64_t piece = (unit.begin + run * kRun) / kTokens;
-    const uint16_t* first = s_->tokens.keys[piece];
-    const uint16_t* second = s_->tokens.keys[(piece + 1) * kTokens < tokens_ ? piece + 1 : piece];  // else masked
+    const uint16_t* first = halves(s_->tokens.keys[piece]);
+    const uint16_t* second = halves(s_->tokens.keys[(piece + 1) * kTokens < tokens_ ? piece + 1 : piece]);  // else masked
     Slot* to = s_->slots + 2 * run;
     for (int64_t d = 0; d < dim(); d += 32) {
       load_tile<4>(q + d * kBlock, 64);

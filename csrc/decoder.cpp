@@ -86,14 +86,14 @@ void Decoder::attention_block(Team& team, const RowPlan& plan, const DecoderLaye
 
   const RopeArgs rope{qkv_.as<float>(), qkv_width, shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, layer.q_norm,
                       layer.k_norm, shape_.epsilon, cos_table_, sin_table_, batch.positions, batch.slots,
-                      q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.block_size};
+                      q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.cache_format, shape_.block_size};
   rope_phase(team, kernels_, plan, rope);
   if (team.rank == 0) team.reset_tickets();
   team.barrier();
   note(team, kRope);
 
-  const AttentionArgs attention{q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.num_heads,
-                                shape_.num_kv_heads, shape_.head_dim, shape_.block_size,
+  const AttentionArgs attention{q_.as<uint16_t>(), layer.key_cache, layer.value_cache, shape_.cache_format,
+                                shape_.num_heads, shape_.num_kv_heads, shape_.head_dim, shape_.block_size,
                                 1.0f / std::sqrt(static_cast<float>(shape_.head_dim)), attended_.as<float>(), heads,
                                 shape_.deterministic};
   schedule.attend_phase(team, kernels_, attention);

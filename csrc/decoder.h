@@ -15,6 +15,7 @@ namespace pellucid {
 
 struct DecoderShape {
   int64_t hidden, num_heads, num_kv_heads, head_dim, intermediate, block_size;
+  CacheFormat cache_format;
   float epsilon;
   bool deterministic;
 };
@@ -29,8 +30,8 @@ struct DecoderLayer {
   const float* mlp_norm;
   Weight gate_up;  // blocks alternate gate, up
   Weight down;
-  uint16_t* key_cache;
-  uint16_t* value_cache;
+  std::byte* key_cache;
+  std::byte* value_cache;
 };
 
 // One step's input; rows of all sequences one after another.

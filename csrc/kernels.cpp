@@ -11,9 +11,8 @@
 #if defined(__AMX_TILE__)
 #include "tile_attention.h"
 #include "tiles.h"
-#else
-#include "vector_attention.h"
 #endif
+#include "vector_attention.h"
 
 #define PELLUCID_JOIN_(a, b) a##b
 #define PELLUCID_JOIN(a, b) PELLUCID_JOIN_(a, b)
@@ -34,10 +33,10 @@ void matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
 
 void attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
 #if defined(__AMX_TILE__)
-  return tile_attend(a, item, next, scratch);
+  tile_attend(a, item, next, scratch);
 #else
-  (void)next;
-  vector_attend(a, item, scratch);
+  if (a.cache_format == CacheFormat::int8) vector_attend<true>(a, item, next, scratch);
+  else vector_attend<false>(a, item, next, scratch);
 #endif
 }
 
@@ -46,9 +45,9 @@ constexpr bool kHasTiles = true;
 static_assert(sizeof(ChunkScratch) <= (size_t{8} << 20) && sizeof(DecodeScratch) <= sizeof(ChunkScratch));
 #else
 constexpr bool kHasTiles = false;
-static_assert(sizeof(VectorScratch) <= (size_t{8} << 20));
 #endif
 
+static_assert(sizeof(VectorScratch) <= (size_t{8} << 20));
 static_assert(sizeof(SampleScratch) <= (size_t{8} << 20));
 
 constexpr Kernels kTable = {PELLUCID_QUOTE(PELLUCID_LEVEL), kHasTiles, prepare,  matmul,  rope, attend, merge,

@@ -107,6 +107,18 @@ struct MatmulArgs {
   int64_t ld;
 };
 
+// The cache of one layer: [block][kv head] then, for every 16 tokens of the block, a piece of
+//   bf16  keys    [head_dim / 32][16 pairs of dimensions][16 tokens][2]: tiles for query x key
+//         values  [head_dim / 16][8 pairs of tokens][16 dimensions][2]: half tiles for probability x value
+//   int8  keys    [head_dim / 4][16 tokens][4 dimensions] bytes, value + 128; then 16 float scales, one per token
+//         values  [head_dim / 16][4][16 dimensions][4 tokens] bytes, value + 128; then 16 float scales, one per token
+// so no kernel ever transposes. head_dim is a multiple of 32 and block_size a multiple of 16.
+enum class CacheFormat : int32_t { bf16, int8 };
+constexpr int64_t kTokens = 16;
+constexpr int64_t piece_bytes(CacheFormat format, int64_t head_dim) {
+  return kTokens * (format == CacheFormat::bf16 ? 2 * head_dim : head_dim + 4);
+}
+
 struct RopeArgs {
   const float* qkv;   // [rows][ld]: query heads, key heads, value heads
   int64_t ld;
@@ -119,16 +131,11 @@ struct RopeArgs {
   const int32_t* positions;  // [rows]
   const int64_t* slots;      // [rows]
   uint16_t* q_out;           // [rows][num_heads][head_dim] bfloat16
-  uint16_t* key_cache;
-  uint16_t* value_cache;
+  std::byte* key_cache;
+  std::byte* value_cache;
+  CacheFormat cache_format;
   int64_t block_size;
 };
-
-// The cache of one layer: [block][kv head] then, for every 16 tokens of the block,
-//   keys    [head_dim / 32][16 pairs of dimensions][16 tokens][2]: tiles for query x key
-//   values  [head_dim / 16][8 pairs of tokens][16 dimensions][2]: half tiles for probability x value
-// so no kernel ever transposes. head_dim is a multiple of 32 and block_size a multiple of 16.
-constexpr int64_t kTokens = 16;
 
 struct Sequence {       // one chunk of one sequence in a step
   int64_t row_begin;    // its rows in the flat batch
@@ -139,8 +146,9 @@ struct Sequence {       // one chunk of one sequence in a step
 
 struct AttentionArgs {
   const uint16_t* q;  // [rows][num_heads][head_dim]
-  const uint16_t* key_cache;
-  const uint16_t* value_cache;
+  const std::byte* key_cache;
+  const std::byte* value_cache;
+  CacheFormat cache_format;
   int64_t num_heads, num_kv_heads, head_dim, block_size;
   float scale;
   float* out;  // [rows][num_heads * head_dim]

@@ -39,6 +39,7 @@ Isa checked_isa(const std::string& name) {
 }
 
 Dtype dtype_of(bool is_bf16) { return is_bf16 ? Dtype::bf16 : Dtype::f32; }
+CacheFormat cache_format_of(bool int8) { return int8 ? CacheFormat::int8 : CacheFormat::bf16; }
 
 // The team, the level's kernels and room for one operation at a time.
 class Cpu {
@@ -95,26 +96,27 @@ class Cpu {
 
   void rope(uintptr_t qkv, int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, uintptr_t q_norm,
             uintptr_t k_norm, float epsilon, uintptr_t cosines, uintptr_t sines, uintptr_t positions, uintptr_t slots,
-            uintptr_t q_out, uintptr_t key_cache, uintptr_t value_cache, int64_t block_size) {
+            uintptr_t q_out, uintptr_t key_cache, uintptr_t value_cache, bool int8_cache, int64_t block_size) {
     const RopeArgs args{at<float>(qkv),   (num_heads + 2 * num_kv_heads) * head_dim,
                         num_heads,        num_kv_heads,
                         head_dim,         at<float>(q_norm),
                         at<float>(k_norm), epsilon,
                         at<float>(cosines), at<float>(sines),
                         at<int32_t>(positions), at<int64_t>(slots),
-                        at<uint16_t>(q_out), at<uint16_t>(key_cache),
-                        at<uint16_t>(value_cache), block_size};
+                        at<uint16_t>(q_out), at<std::byte>(key_cache),
+                        at<std::byte>(value_cache), cache_format_of(int8_cache), block_size};
     const RowPlan plan(rows, pool_.size());
     pool_.run([&](Team& team) { rope_phase(team, kernels_, plan, args); });
   }
 
-  void attention(uintptr_t q, uintptr_t key_cache, uintptr_t value_cache, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t block_size, float scale, uintptr_t sequences, int64_t num_sequences,
-                 uintptr_t block_tables, int64_t table_stride, uintptr_t out) {
+  void attention(uintptr_t q, uintptr_t key_cache, uintptr_t value_cache, bool int8_cache, int64_t num_heads,
+                 int64_t num_kv_heads, int64_t head_dim, int64_t block_size, float scale, uintptr_t sequences,
+                 int64_t num_sequences, uintptr_t block_tables, int64_t table_stride, uintptr_t out) {
     const std::vector<Sequence> chunks = sequences_from(sequences, num_sequences, block_tables, table_stride);
     const AttentionSchedule schedule(chunks, {num_heads, num_kv_heads, head_dim, deterministic_}, pool_.size());
-    const AttentionArgs args{at<uint16_t>(q), at<uint16_t>(key_cache), at<uint16_t>(value_cache), num_heads, num_kv_heads,
-                             head_dim, block_size, scale, at<float>(out), num_heads * head_dim, deterministic_};
+    const AttentionArgs args{at<uint16_t>(q), at<std::byte>(key_cache), at<std::byte>(value_cache),
+                             cache_format_of(int8_cache), num_heads, num_kv_heads, head_dim, block_size, scale,
+                             at<float>(out), num_heads * head_dim, deterministic_};
     pool_.run([&](Team& team) {
       schedule.attend_phase(team, kernels_, args);
       team.barrier();
@@ -304,10 +306,10 @@ void bind_decoder(nb::module_& m) {
       .def(
           "__init__",
           [](Decoder* self, Cpu& cpu, const std::vector<int64_t>& sizes, float epsilon, const PackedWeight* embedding,
-             const PackedWeight* head, uintptr_t final_norm, uintptr_t cosines, uintptr_t sines) {
+             const PackedWeight* head, uintptr_t final_norm, uintptr_t cosines, uintptr_t sines, bool int8_cache) {
             if (sizes.size() != 6) throw std::invalid_argument("sizes holds six numbers");
-            const DecoderShape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], epsilon,
-                                     cpu.deterministic()};
+            const DecoderShape shape{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5],
+                                     cache_format_of(int8_cache), epsilon, cpu.deterministic()};
             new (self) Decoder(cpu.pool(), cpu.kernels(), shape, view_of(embedding), view_of(head), at<float>(final_norm),
                                at<float>(cosines), at<float>(sines));
           },
@@ -319,7 +321,7 @@ void bind_decoder(nb::module_& m) {
              const PackedWeight* gate_up, const PackedWeight* down, uintptr_t key_cache, uintptr_t value_cache) {
             d.add_layer({at<float>(attention_norm), views_of(qkv), at<float>(qkv_bias), at<float>(q_norm),
                          at<float>(k_norm), view_of(output), at<float>(mlp_norm), view_of(gate_up), view_of(down),
-                         at<uint16_t>(key_cache), at<uint16_t>(value_cache)});
+                         at<std::byte>(key_cache), at<std::byte>(value_cache)});
           },
           nb::keep_alive<1, 3>(), nb::keep_alive<1, 7>(), nb::keep_alive<1, 9>(), nb::keep_alive<1, 10>())
       .def(

@@ -7,6 +7,8 @@
 namespace pellucid {
 namespace {
 
+constexpr int64_t kMaxHead = 512;  // dimensions
+
 inline Floats load_as_floats(const void* x, Dtype dtype, int64_t i) {
   return dtype == Dtype::f32 ? load(static_cast<const float*>(x) + i)
                              : load_bf16(static_cast<const uint16_t*>(x) + i);
@@ -44,16 +46,21 @@ inline float largest_magnitude(const float* x, int64_t count) {
   return largest_of(top);
 }
 
+// The low byte of each.
+inline void store_bytes(int8_t* to, Ints v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v.p[0]));
+#else
+  int32_t lane[16];
+  store_ints(lane, v);
+  for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(lane[i]);
+#endif
+}
+
 // Sixteen floats times `inverse`, rounded to signed bytes.
 inline Ints quantize16(const float* x, Floats inverse, int8_t* to) {
   const Ints q = round_to_ints(load(x) * inverse);
-#if defined(__AVX512F__)
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)q.p[0]));
-#else
-  int32_t lane[16];
-  store_ints(lane, q);
-  for (int i = 0; i < 16; ++i) to[i] = static_cast<int8_t>(lane[i]);
-#endif
+  store_bytes(to, q);
   return q;
 }
 
@@ -174,41 +181,68 @@ void rotate_head(const float* x, const float* norm, float epsilon, const float* 
   }
 }
 
-void write_key(const RopeArgs& a, const float* key, int64_t slot, int64_t head) {
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size;
-  uint16_t* to = a.key_cache + ((block * a.num_kv_heads + head) * a.block_size + offset / kTokens * kTokens) * a.head_dim +
-                 offset % kTokens * 2;
-  for (int64_t pair = 0; pair < a.head_dim / 2; ++pair) {
-    const uint32_t word = float_to_bf16(key[2 * pair]) | uint32_t{float_to_bf16(key[2 * pair + 1])} << 16;
-    __builtin_memcpy(to + pair * kTokens * 2, &word, 4);
+// Where the piece of a slot's 16 tokens begins in either half of the cache; the slot is its token `slot % kTokens`.
+inline int64_t piece_of(const RopeArgs& a, int64_t slot, int64_t head) {
+  const int64_t block = slot / a.block_size, inside = slot % a.block_size / kTokens;
+  return ((block * a.num_kv_heads + head) * (a.block_size / kTokens) + inside) * piece_bytes(a.cache_format, a.head_dim);
+}
+
+// Bytes of a key or value, 128 added, and what one of them is worth: the 127th part of the largest.
+float quantize_head(const float* x, int64_t dim, uint8_t* out) {
+  constexpr float kLeast = 1e-30f;  // smaller ones become zeros
+  const float top = largest_magnitude(x, dim);
+  const Floats inverse = splat(top > kLeast ? 127.0f / top : 0.0f);
+  for (int64_t i = 0; i < dim; i += 16)
+    store_bytes(reinterpret_cast<int8_t*>(out) + i, round_to_ints(load(x + i) * inverse) + splat_int(128));
+  return top / 127.0f;
+}
+
+void write_key(const RopeArgs& a, const float* key, std::byte* piece, int64_t token) {
+  if (a.cache_format == CacheFormat::int8) {
+    uint8_t bytes[kMaxHead];
+    const float scale = quantize_head(key, a.head_dim, bytes);
+    for (int64_t i = 0; i < a.head_dim; i += 4) __builtin_memcpy(piece + i * kTokens + token * 4, bytes + i, 4);
+    __builtin_memcpy(piece + a.head_dim * kTokens + token * 4, &scale, 4);
+    return;
+  }
+  for (int64_t i = 0; i < a.head_dim; i += 2) {
+    const uint32_t word = float_to_bf16(key[i]) | uint32_t{float_to_bf16(key[i + 1])} << 16;
+    __builtin_memcpy(piece + i * kTokens * 2 + token * 4, &word, 4);
   }
 }
 
-void write_value(const RopeArgs& a, const float* value, int64_t slot, int64_t head) {
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size, token = offset % kTokens;
-  uint16_t* to =
-      a.value_cache + ((block * a.num_kv_heads + head) * a.block_size + offset / kTokens * kTokens) * a.head_dim;
+void write_value(const RopeArgs& a, const float* value, std::byte* piece, int64_t token) {
+  if (a.cache_format == CacheFormat::int8) {
+    uint8_t bytes[kMaxHead];
+    const float scale = quantize_head(value, a.head_dim, bytes);
+    auto* to = reinterpret_cast<uint8_t*>(piece);
+    for (int64_t i = 0; i < a.head_dim; ++i) to[(i / 16 * 4 + token / 4) * 64 + i % 16 * 4 + token % 4] = bytes[i];
+    __builtin_memcpy(piece + a.head_dim * kTokens + token * 4, &scale, 4);
+    return;
+  }
+  auto* to = reinterpret_cast<uint16_t*>(piece);
   for (int64_t i = 0; i < a.head_dim; ++i)
     to[(i / 16 * 8 + token / 2) * 32 + i % 16 * 2 + token % 2] = float_to_bf16(value[i]);
 }
 
-// Asks for the lines that a row's keys and values go to, one per pair of dimensions: the writes would wait for each.
+// Asks for the lines that a row's keys and values go to: the writes would wait for each. A token's values are in every
+// fourth line of int8, in every eighth of bf16.
 void prefetch_slot(const RopeArgs& a, int64_t slot) {
-  const int64_t block = slot / a.block_size, offset = slot % a.block_size, token = offset % kTokens;
+  const bool int8 = a.cache_format == CacheFormat::int8;
+  const int64_t token = slot % kTokens, bytes = piece_bytes(a.cache_format, a.head_dim), first = token / (int8 ? 4 : 2) * 64;
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
-    const int64_t at = ((block * a.num_kv_heads + head) * a.block_size + offset - token) * a.head_dim;
-    for (int64_t pair = 0; pair < a.head_dim / 2; ++pair) __builtin_prefetch(a.key_cache + at + pair * kTokens * 2, 1, 3);
-    for (int64_t d = 0; d < a.head_dim / 16; ++d)
-      __builtin_prefetch(a.value_cache + at + (d * 8 + token / 2) * 32, 1, 3);
+    const int64_t at = piece_of(a, slot, head);
+    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(a.key_cache + at + line, 1, 3);
+    for (int64_t line = first; line < bytes; line += int8 ? 256 : 512) __builtin_prefetch(a.value_cache + at + line, 1, 3);
   }
 }
 
 void rope(const RopeArgs& a, Range rows) {
-  constexpr int64_t kMaxHead = 512;
   float head[kMaxHead];
   const int64_t half = a.head_dim / 2;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     if (row + 1 < rows.end) prefetch_slot(a, a.slots[row + 1]);
+    const int64_t slot = a.slots[row];
     const float* x = a.qkv + row * a.ld;
     const float* cosines = a.cos_table + a.positions[row] * half;
     const float* sines = a.sin_table + a.positions[row] * half;
@@ -219,9 +253,10 @@ void rope(const RopeArgs& a, Range rows) {
     }
     for (int64_t h = 0; h < a.num_kv_heads; ++h, x += a.head_dim) {
       rotate_head(x, a.k_norm, a.epsilon, cosines, sines, a.head_dim, head);
-      write_key(a, head, a.slots[row], h);
+      write_key(a, head, a.key_cache + piece_of(a, slot, h), slot % kTokens);
     }
-    for (int64_t h = 0; h < a.num_kv_heads; ++h, x += a.head_dim) write_value(a, x, a.slots[row], h);
+    for (int64_t h = 0; h < a.num_kv_heads; ++h, x += a.head_dim)
+      write_value(a, x, a.value_cache + piece_of(a, slot, h), slot % kTokens);
   }
 }
 

@@ -1,12 +1,14 @@
 // Paged attention on AMX tiles: scores and weighted values are products of bfloat16 tiles, the softmax between them is
 // AVX-512. Up to 16 queries (a decode: the heads of one group) read the cache where it lies; more queries (a chunk,
 // chunk_attention.h) first join the values of 32 tokens into whole tiles, once per item and split. The two round
-// differently, so a deterministic decode takes the way of a chunk.
+// differently, so a deterministic decode takes the way of a chunk. A decode over bytes is the vectors' (vector_attention.h):
+// it does not need tiles to be as fast as memory.
 #pragma once
 
 #include "attention.h"
 #include "chunk_attention.h"
 #include "tiles.h"
+#include "vector_attention.h"
 
 namespace pellucid {
 namespace {
@@ -48,48 +50,14 @@ void configure_decode(int queries) {
   load_config(config);
 }
 
-// Keys and values that a decode reads come from memory, each once. They are asked for this many pieces of 16 tokens ahead,
-// and the first of the next item while this one is computed.
-constexpr int64_t kPiecesAhead = 8;
-
-inline void prefetch_piece(const uint16_t* p, int64_t head_dim) {
-  for (int64_t i = 0; i < kTokens * head_dim; i += 32) prefetch(p + i);
-}
-
-// The start of the next item, one piece at a time.
-class NextPieces {
- public:
-  NextPieces(const AttentionArgs& a, const AttentionItem* next) : head_dim_(a.head_dim) {
-    if (!next || next->query_end - next->query_begin > kBlock) return;
-    const int64_t begin = next->split_begin * kSplit;
-    count_ = clamp((next->sequence->context - begin + kTokens - 1) / kTokens, 0, 2 * kPiecesAhead);
-    find_tokens(a, *next, begin, count_ * kTokens, &tokens_);
-  }
-  void prefetch_one() {
-    if (done_ >= count_) return;
-    prefetch_piece(tokens_.keys[done_], head_dim_);
-    prefetch_piece(tokens_.values[done_], head_dim_);
-    ++done_;
-  }
-
- private:
-  int64_t head_dim_, count_ = 0, done_ = 0;
-  SplitTokens tokens_;
-};
-
-void decode_scores(const AttentionArgs& a, int64_t padded, NextPieces* next, DecodeScratch* s) {
+void decode_scores(const AttentionArgs& a, int64_t padded, PiecesAhead* ahead, DecodeScratch* s) {
   const int64_t pieces = padded / kTokens;
   for (int64_t i = 0; i < pieces; ++i) {
-    if (i + kPiecesAhead < pieces) {
-      prefetch_piece(s->tokens.keys[i + kPiecesAhead], a.head_dim);
-      prefetch_piece(s->tokens.values[i + kPiecesAhead], a.head_dim);
-    } else {
-      next->prefetch_one();
-    }
+    ahead->prefetch_one(s->tokens, i, pieces);
     _tile_zero(0);
     for (int64_t d = 0; d < a.head_dim; d += 32) {
       _tile_loadd(4, s->q + d * kBlock, 64);
-      _tile_loadd(6, s->tokens.keys[i] + d * kTokens, 64);
+      _tile_loadd(6, halves(s->tokens.keys[i]) + d * kTokens, 64);
       _tile_dpbf16ps(0, 4, 6);
     }
     _tile_stored(0, s->scores + i * kTokens, kScoreStride * 4);
@@ -104,7 +72,7 @@ void decode_values(const AttentionArgs& a, int64_t padded, int64_t dim, DecodeSc
   _tile_zero(2);
   _tile_zero(3);
   for (int64_t i = 0; i < padded / kTokens; ++i) {
-    const uint16_t* values = s->tokens.values[i] + dim * kTokens;
+    const uint16_t* values = halves(s->tokens.values[i]) + dim * kTokens;
     _tile_loadd(5, s->probabilities + i * kTokens * kBlock, 32);
     _tile_loadd(7, values, 64);
     _tile_dpbf16ps(0, 5, 7);
@@ -124,16 +92,16 @@ void decode_values(const AttentionArgs& a, int64_t padded, int64_t dim, DecodeSc
   _tile_stored(3, s->split_sums + dim + 48, stride);
 }
 
-void decode_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next_item, DecodeScratch* s) {
+void decode_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, DecodeScratch* s) {
   const int64_t count = item.query_end - item.query_begin;
-  NextPieces next(a, next_item);
+  PiecesAhead ahead(a, next);
   gather_queries(a, item, 1, s->q, s->visible);
   configure_decode(static_cast<int>(count));
   for (int64_t split = item.split_begin; split < item.split_end; ++split) {
     const int64_t begin = split * kSplit;
     const int64_t padded = round_up(clamp(s->visible[count - 1] - begin, 0, kSplit), kTokens);
     find_tokens(a, item, begin, padded, &s->tokens);
-    decode_scores(a, padded, &next, s);
+    decode_scores(a, padded, &ahead, s);
     SplitSums sums[kBlock];
     for (int64_t i = 0; i < count; ++i)
       sums[i] = probabilities_of<512, 256>(a, i, i, begin, padded, s->probabilities + i * 16, s);
@@ -150,6 +118,7 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, const Atte
 void tile_attend(const AttentionArgs& a, const AttentionItem& item, const AttentionItem* next, std::byte* scratch) {
   // The whole chunk decides, not how many of its queries this item has: else the number of threads would.
   const bool decode = item.sequence->num_rows * (a.num_heads / a.num_kv_heads) <= kBlock && !a.deterministic;
+  if (decode && a.cache_format == CacheFormat::int8) return vector_attend<true>(a, item, next, scratch);
   if (decode) decode_attend(a, item, next, reinterpret_cast<DecodeScratch*>(scratch));
   else chunk_attend(a, item, next, reinterpret_cast<ChunkScratch*>(scratch));
   _tile_release();

@@ -15,7 +15,7 @@ from pellucid.core.errors import ConfigError
 from pellucid.models.config import ARCHITECTURES, GGUF_ARCHITECTURES, load_model_config
 from pellucid.planner.memory import Batching
 from pellucid.planner.named_shapes import named_shapes
-from pellucid.runtime.config import ELEMENT_BYTES, RuntimeConfig
+from pellucid.runtime.config import DTYPES, RuntimeConfig
 from pellucid.settings import EngineSettings
 
 CONFIG: dict[str, Any] = {
@@ -60,19 +60,20 @@ def gguf_file(path: Path, architecture: str, *, head_dim: int | None) -> Path:
     return path
 
 
-def cache_sizes(path: Path, dtype: Any) -> tuple[float, float]:
+def cache_sizes(path: Path, dtype: Any, kv_dtype: Any = "auto") -> tuple[float, float]:
     """Bytes per token by the planner and by the runtime."""
-    planned = sizing.served_shape(path, RuntimeConfig(dtype=dtype)).kv_bytes_per_token()
-    return planned, load_model_config(path).cache_spec(ELEMENT_BYTES[dtype]).bytes_per_token
+    runtime = RuntimeConfig(dtype=dtype, kv_dtype=kv_dtype)
+    planned = sizing.served_shape(path, runtime).kv_bytes_per_token()
+    return planned, load_model_config(path).cache_spec(runtime.cache_dtype).bytes_per_token
 
 
-@pytest.mark.parametrize("dtype", ELEMENT_BYTES)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [*((dtype, "auto") for dtype in DTYPES), ("bfloat16", "int8")])
 @pytest.mark.parametrize("changes", [{}, {"head_dim": 32}, {"num_key_value_heads": 6}, {"num_key_value_heads": None}])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_planner_and_runtime_agree_on_the_cache_of_a_directory(
-    architecture: str, changes: dict[str, Any], dtype: str, tmp_path: Path
+    architecture: str, changes: dict[str, Any], dtype: str, kv_dtype: str, tmp_path: Path
 ) -> None:
-    planned, stored = cache_sizes(directory(tmp_path / "m", architecture, **changes), dtype)
+    planned, stored = cache_sizes(directory(tmp_path / "m", architecture, **changes), dtype, kv_dtype)
     assert planned == stored > 0
 
 

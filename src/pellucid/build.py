@@ -72,7 +72,7 @@ def plan_engine(settings: EngineSettings, model: LoadedModel) -> SchedulerConfig
         environment=os.environ,
         host_tier=settings.swap_memory,
     )
-    spec = config.cache_spec(runtime.element_bytes)
+    spec = config.cache_spec(runtime.cache_dtype)
     return SchedulerConfig(
         num_blocks=blocks_that_fit(kv_bytes, spec, settings.block_size),
         block_size=settings.block_size,

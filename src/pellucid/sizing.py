@@ -51,7 +51,7 @@ def served_shape(path: Path, runtime: RuntimeConfig) -> ModelShape:
     for others. Bytes are those of the packed weights, which are not quite those of the file (`kernels/gguf_types.py`).
     """
     precision = {"float32": "fp32", "bfloat16": "bf16"}[runtime.dtype]
-    shape = shape_at(path).cached_as(precision)
+    shape = shape_at(path).cached_as(runtime.cache_dtype)
     if not _runs_native(runtime):
         return shape.stored_as(precision)
     if runtime.weights != "auto":

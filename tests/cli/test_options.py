@@ -51,7 +51,7 @@ def test_every_setting_has_a_flag_that_reaches_it():
         *("--max-context", "9", "--max-running", "3", "--token-budget", "5", "--deterministic", "--seed", "4"),
         *("--prefix-cache", "off", "--chunked-prefill", "off", "--isa", "reference", "--input-log", "log.jsonl"),
         *("--weights", "int8", "--step-target", "off", "--policy", "fair", "--max-waiting", "7"),
-        *("--swap-memory", "1MiB", "--preemption", "recompute"),
+        *("--swap-memory", "1MiB", "--preemption", "recompute", "--kv-dtype", "int8"),
         *("--step-records", "9"),
     )
     assert result.exit_code == 0, result.output

@@ -1,7 +1,8 @@
 """Paged attention, rotation and the cache write against a naive float64 oracle that loops over tokens.
 
 Tolerance of attention: probabilities and values are bfloat16 (2^-9 each) and the exponential is good to 1e-4, so a
-result is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16.
+result is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16. With an int8 cache
+the oracle attends what the reference makes of int8; chunks on tiles round its keys to bfloat16 once more, hence 0.02.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if processors.native() is None:
     pytest.skip("the native kernels are not built", allow_module_level=True)
 
 from pellucid.core.errors import ConfigError  # noqa: E402
+from pellucid.kernels import reference  # noqa: E402
 from pellucid.kernels.cpu import AttentionBatch, CpuKernels, RotaryHeads  # noqa: E402
 from pellucid.kernels.processors import physical_cores  # noqa: E402
 
@@ -25,6 +27,13 @@ LEVELS = ("portable", "avx2", "avx512", "amx")
 BEST = processors.native().best_isa()
 AVAILABLE = LEVELS[: LEVELS.index(BEST) + 1]
 THREADS = min(2, len(physical_cores()))
+CACHES = (torch.bfloat16, torch.int8)
+TOLERANCE = {torch.bfloat16: 0.01, torch.int8: 0.02}
+
+
+@pytest.fixture(params=CACHES, ids=str)
+def cached(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
 
 
 @pytest.fixture(scope="module", params=AVAILABLE)
@@ -38,22 +47,26 @@ class Scene:
     `chunks` holds (context, rows) per sequence: the last `rows` of `context` tokens are computed.
     """
 
-    def __init__(self, chunks, *, heads, kv_heads, head_dim, block_size, seed=0, spread=1.0) -> None:
+    def __init__(
+        self, chunks, *, heads, kv_heads, head_dim, block_size=16, seed=0, spread=1.0, cached=torch.bfloat16
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.chunks, self.heads, self.kv_heads, self.head_dim = chunks, heads, kv_heads, head_dim
+        # What a bfloat16 cache keeps as it is. Such numbers are often halfway between two of int8, where levels differ.
+        exact = torch.bfloat16 if cached == torch.bfloat16 else torch.float32
         counts = [-(-context // block_size) for context, _ in chunks]
         ids = torch.randperm(sum(counts) + 3, generator=generator).to(torch.int32).split([*counts, 3])
         self.tables = np.zeros((len(chunks), max(counts)), np.int32)
         for i, blocks in enumerate(ids[:-1]):
             self.tables[i, : len(blocks)] = blocks.numpy()
         self.keys, self.values = (
-            [torch.randn(context, kv_heads, head_dim, generator=generator).bfloat16() * spread for context, _ in chunks]
+            [torch.randn(context, kv_heads, head_dim, generator=generator).to(exact) * spread for context, _ in chunks]
             for _ in range(2)
         )
         rows = sum(rows for _, rows in chunks)
         self.queries = (torch.randn(rows, heads, head_dim, generator=generator) * spread).bfloat16()
-        shape = (sum(counts) + 3, kv_heads, block_size, head_dim)
-        self.cache = (torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16))
+        shape = (sum(counts) + 3, kv_heads, block_size, head_dim + (4 if cached == torch.int8 else 0))
+        self.cache = (torch.zeros(shape, dtype=cached), torch.zeros(shape, dtype=cached))
         self.block_size = block_size
 
     def fill(self, kernels: CpuKernels) -> None:
@@ -73,22 +86,28 @@ class Scene:
         rows = [(start, rows, context) for start, (context, rows) in zip(starts, self.chunks)]
         return AttentionBatch(np.array(rows, np.int64), self.tables)
 
+    def kept(self, rows: torch.Tensor) -> torch.Tensor:
+        """What the cache makes of keys or values."""
+        if self.cache[0].dtype == torch.bfloat16:
+            return rows.double()
+        return reference.dequantised(reference.quantised(rows), torch.float64)
+
+    def check(self, out: torch.Tensor) -> None:
+        largest = max(v.abs().max().item() for v in self.values)
+        assert (out - self.expected()).abs().max() <= TOLERANCE[self.cache[0].dtype] * largest
+
     def expected(self) -> torch.Tensor:
         out, row = [], 0
         group = self.heads // self.kv_heads
         for i, (context, rows) in enumerate(self.chunks):
             for j in range(rows):
                 seen = context - rows + j + 1
-                keys = self.keys[i][:seen].double().repeat_interleave(group, dim=1)
-                values = self.values[i][:seen].double().repeat_interleave(group, dim=1)
+                keys = self.kept(self.keys[i][:seen]).repeat_interleave(group, dim=1)
+                values = self.kept(self.values[i][:seen]).repeat_interleave(group, dim=1)
                 scores = torch.einsum("hd,thd->ht", self.queries[row].double(), keys) * self.head_dim**-0.5
                 out.append(torch.einsum("ht,thd->hd", scores.softmax(dim=1), values).flatten())
                 row += 1
         return torch.stack(out)
-
-
-def largest_value(scene: Scene) -> float:
-    return max(v.abs().max().item() for v in scene.values)
 
 
 @settings(max_examples=15, deadline=None)
@@ -97,63 +116,96 @@ def largest_value(scene: Scene) -> float:
     shape=st.sampled_from([(1, 1, 32), (3, 1, 64), (4, 4, 32), (9, 3, 64), (8, 2, 128), (20, 1, 32)]),
     block_size=st.sampled_from([16, 32]),
     spread=st.sampled_from([0.01, 1.0, 4.0]),
+    cached=st.sampled_from(CACHES),
     seed=st.integers(0, 1000),
 )
-def test_attention_matches_the_oracle(kernels, chunks, shape, block_size, spread, seed) -> None:
+def test_attention_matches_the_oracle(kernels, chunks, shape, block_size, spread, cached, seed) -> None:
     heads, kv_heads, head_dim = shape
     chunks = [(max(context, rows), rows) for context, rows in chunks]
     scene = Scene(
-        chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, seed=seed, spread=spread
-    )
+        chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, seed=seed, spread=spread,
+        cached=cached,
+    )  # fmt: skip
     scene.fill(kernels)
-    out = kernels.attention(scene.queries, scene.cache, scene.batch())
-    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 32), (6, 2, 64), (4, 2, 96), (8, 2, 128), (4, 1, 256)])
 @pytest.mark.parametrize("chunks", [[(1300, 1)], [(1300, 3)], [(1100, 40)], [(513, 1), (512, 1), (1025, 2), (600, 34)]])
-def test_contexts_of_several_splits(kernels, chunks, shape) -> None:
+def test_contexts_of_several_splits(kernels, cached, chunks, shape) -> None:
     heads, kv_heads, head_dim = shape
-    scene = Scene(chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=16, spread=3.0)
+    scene = Scene(chunks, heads=heads, kv_heads=kv_heads, head_dim=head_dim, spread=3.0, cached=cached)
     scene.fill(kernels)
-    out = kernels.attention(scene.queries, scene.cache, scene.batch())
-    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_scores_that_grow_along_the_context(kernels, head_dim) -> None:
+def test_scores_that_grow_along_the_context(kernels, cached, head_dim) -> None:
     """The maximum of a row's first tokens says nothing of the later ones, which are thousands of times likelier."""
-    scene = Scene([(700, 50)], heads=4, kv_heads=2, head_dim=head_dim, block_size=16)
+    scene = Scene([(700, 50)], heads=4, kv_heads=2, head_dim=head_dim, cached=cached)
     growth = torch.linspace(0.01, 12.0, 700)[:, None, None]
-    scene.keys[0] = (scene.keys[0].float() * growth).bfloat16()
+    scene.keys[0] = (scene.keys[0].float() * growth).to(scene.keys[0].dtype)
     scene.fill(kernels)
-    out = kernels.attention(scene.queries, scene.cache, scene.batch())
-    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
 
 
 @pytest.mark.parametrize("chunks", [[(2100, 140)], [(1700, 24), (600, 130), (40, 20), (1600, 1)]])
-def test_chunks_that_are_cut_along_their_context(kernels, chunks) -> None:
+def test_chunks_that_are_cut_along_their_context(kernels, cached, chunks) -> None:
     """Several items share a chunk's context, and their results are merged; how, the threads must not decide."""
-    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, block_size=16, spread=2.0)
+    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, spread=2.0, cached=cached)
     scene.fill(kernels)
     out = kernels.attention(scene.queries, scene.cache, scene.batch())
-    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    scene.check(out)
     alone = CpuKernels(isa=kernels.isa, threads=1)
     assert torch.equal(alone.attention(scene.queries, scene.cache, scene.batch()), out)
 
 
-def test_stale_numbers_beyond_the_context_do_not_leak(kernels) -> None:
-    scene = Scene([(5, 1), (37, 20)], heads=3, kv_heads=1, head_dim=64, block_size=16)
+def test_stale_numbers_beyond_the_context_do_not_leak(kernels, cached) -> None:
+    scene = Scene([(5, 1), (37, 20)], heads=3, kv_heads=1, head_dim=64, cached=cached)
     for half in scene.cache:
-        half.fill_(1e30)
+        half.fill_(1e30 if cached == torch.bfloat16 else 0x71)  # four times which is 1.2e30 as a scale
     scene.fill(kernels)
-    out = kernels.attention(scene.queries, scene.cache, scene.batch())
-    assert (out - scene.expected()).abs().max() <= 0.01 * largest_value(scene)
+    scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
+
+
+@pytest.mark.parametrize("chunks", [[(40, 1)], [(600, 1)], [(600, 40)]])
+@pytest.mark.parametrize(("keys", "values"), [(1.0, 1e-34), (1.0, 1e30), (1e-34, 1.0), (1e-6, 1e-6), (0.0, 0.0)])
+def test_huge_and_tiny_numbers_in_int8(kernels, chunks, keys, values) -> None:
+    """Below 1e-30 they count as zeros; a query of zeros attends all tokens alike."""
+    scene = Scene(chunks, heads=3, kv_heads=1, head_dim=64, cached=torch.int8)
+    scene.queries[0] = 0
+    scene.keys = [(k.double() * keys).float() for k in scene.keys]
+    scene.values = [(v.double() * values).float() for v in scene.values]
+    scene.fill(kernels)
+    scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
+
+
+def test_the_int8_cache_holds_what_the_reference_would_write(kernels) -> None:
+    scene = Scene([(37, 1), (64, 1)], heads=4, kv_heads=2, head_dim=96, block_size=32, cached=torch.int8)
+    scene.fill(kernels)
+    blocks, kv_heads, _, width = scene.cache[0].shape
+    head_dim = width - 4
+    pieces = [half.view(blocks, kv_heads, 2, 16 * width) for half in scene.cache]
+    bytes_ = [piece[..., : 16 * head_dim].view(torch.uint8).int() - 128 for piece in pieces]
+    keys = bytes_[0].view(blocks, kv_heads, 2, head_dim // 4, 16, 4).transpose(3, 4).flatten(4).flatten(2, 3)
+    values = bytes_[1].view(blocks, kv_heads, 2, head_dim // 16, 4, 16, 4).permute(0, 1, 2, 4, 6, 3, 5)
+    values = values.reshape(blocks, kv_heads, 32, head_dim)
+    scales = [piece[..., 16 * head_dim :].contiguous().view(torch.float32).flatten(2) for piece in pieces]
+    for i, (context, _) in enumerate(scene.chunks):
+        at = torch.arange(context)
+        block = torch.from_numpy(scene.tables[i]).long()[at // 32]
+        for found, scale, written in ((keys, scales[0], scene.keys[i]), (values, scales[1], scene.values[i])):
+            wanted = reference.quantised(written)
+            numbers, scale_bytes = wanted.split([head_dim, 4], dim=-1)
+            assert torch.equal(scale[block, :, at % 32], scale_bytes.contiguous().view(torch.float32)[..., 0])
+            steps = (found[block, :, at % 32] - numbers.int()).abs()
+            assert steps.max() <= 1, "halfway between two, rounding may go either way"
+            assert steps.float().mean() < 1e-4
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
-def test_a_deterministic_row_depends_neither_on_its_batch_nor_on_the_threads(isa) -> None:
-    whole = Scene([(1200, 60)], heads=6, kv_heads=2, head_dim=64, block_size=16)
+def test_a_deterministic_row_depends_neither_on_its_batch_nor_on_the_threads(isa, cached) -> None:
+    whole = Scene([(1200, 60)], heads=6, kv_heads=2, head_dim=64, cached=cached)
     one, two = (CpuKernels(isa=isa, threads=threads, deterministic=True) for threads in (1, THREADS))
     whole.fill(one)
     together = one.attention(whole.queries, whole.cache, whole.batch())

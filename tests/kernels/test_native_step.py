@@ -36,6 +36,7 @@ HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
 LEVELS = ("portable", "avx2", "avx512", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(processors.native().best_isa()) + 1]
 SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06, "mixed": 0.05}
+INT8_CACHE_SHARE = 0.01  # more, where keys and values are int8
 MIXTURE = ("Q5_1", "Q4_0", "Q8_0")  # of query, key and value in "mixed", whose other weights are q8
 FORMATS = {"mixed": "q8"}
 THREADS = min(2, len(physical_cores()))
@@ -44,7 +45,9 @@ THREADS = min(2, len(physical_cores()))
 class TinyModel:
     """Two layers with biases and head norms, packed in `weight_format`, and the same numbers read back as float64."""
 
-    def __init__(self, weight_format: str, isa: str = "auto", *, deterministic: bool = False) -> None:
+    def __init__(
+        self, weight_format: str, isa: str = "auto", *, deterministic: bool = False, int8_cache: bool = False
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.kernels = CpuKernels(isa=isa, threads=THREADS, deterministic=deterministic)
 
@@ -65,6 +68,8 @@ class TinyModel:
         angles = torch.arange(512)[:, None] / 100.0 ** (torch.arange(0, DIM, 2) / DIM)
         self.heads = RotaryHeads(HEADS, KV_HEADS, DIM, angles.cos(), angles.sin())
         cache = torch.zeros(2, 2, 80, KV_HEADS, BLOCK, DIM, dtype=torch.bfloat16)
+        if int8_cache:
+            cache = torch.zeros(2, 2, 80, KV_HEADS, BLOCK, DIM + 4, dtype=torch.int8)
         width, narrow = HEADS * DIM, KV_HEADS * DIM
         self.layers = [
             LayerPieces(
@@ -139,40 +144,45 @@ def tokens(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, VOCAB, count)
 
 
-def assert_close(logits: torch.Tensor, expected: torch.Tensor, weight_format: str) -> None:
+def assert_close(logits: torch.Tensor, expected: torch.Tensor, weight_format: str, *, int8_cache: bool = False) -> None:
     worst = (logits.double() - expected).abs().max() / expected.abs().max()
-    assert worst <= SHARES[weight_format]
+    assert worst <= SHARES[weight_format] + (INT8_CACHE_SHARE if int8_cache else 0)
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("int8_cache", [False, True])
 @pytest.mark.parametrize("weight_format", ["bf16", "q8", "q4", "mixed"])
-def test_chunks_and_decodes_of_one_step(isa, weight_format) -> None:
-    model = TinyModel(weight_format, isa)
+def test_chunks_and_decodes_of_one_step(isa, weight_format, int8_cache) -> None:
+    model = TinyModel(weight_format, isa, int8_cache=int8_cache)
     first, second = tokens(50, 1), tokens(23, 2)
     blocks = [list(range(4)), list(range(10, 14))]
     model.step([(first, 0, 49, blocks[0])])
     model.step([(second, 0, 5, blocks[1])])
     logits = model.step([(first, 49, 50, blocks[0]), (second, 5, 23, blocks[1])])
-    assert_close(logits[:1], model.expected(first)[49:], weight_format)
-    assert_close(logits[1:], model.expected(second)[5:], weight_format)
+    assert_close(logits[:1], model.expected(first)[49:], weight_format, int8_cache=int8_cache)
+    assert_close(logits[1:], model.expected(second)[5:], weight_format, int8_cache=int8_cache)
 
 
-@pytest.mark.parametrize("weight_format", ["bf16", "int8", "q4", "mixed"])
-def test_many_rows_which_each_thread_owns(weight_format) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "int8_cache"), [("bf16", False), ("bf16", True), ("int8", False), ("q4", False), ("mixed", False)]
+)
+def test_many_rows_which_each_thread_owns(weight_format, int8_cache) -> None:
     """Twice, because rows that overlap in shared memory would show only if the threads happen to run apart."""
-    model = TinyModel(weight_format)
+    model = TinyModel(weight_format, int8_cache=int8_cache)
     ids = tokens(410, 3)
     expected = model.expected(ids)
     for _ in range(2):
-        assert_close(model.step([(ids, 0, 410, list(range(30)))]), expected, weight_format)
+        logits = model.step([(ids, 0, 410, list(range(30)))])
+        assert_close(logits, expected, weight_format, int8_cache=int8_cache)
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("weight_format", ["bf16", "q4"])
-def test_deterministic_logits_depend_on_the_sequence_alone(isa, weight_format) -> None:
+@pytest.mark.parametrize(("weight_format", "int8_cache"), [("bf16", False), ("q4", False), ("q4", True)])
+def test_deterministic_logits_depend_on_the_sequence_alone(isa, weight_format, int8_cache) -> None:
     ids, other = tokens(60, 4), tokens(300, 5)
-    whole = TinyModel(weight_format, isa, deterministic=True).step([(ids, 0, 60, list(range(4)))])
-    model = TinyModel(weight_format, isa, deterministic=True)
+    options = {"deterministic": True, "int8_cache": int8_cache}
+    whole = TinyModel(weight_format, isa, **options).step([(ids, 0, 60, list(range(4)))])
+    model = TinyModel(weight_format, isa, **options)
     blocks, parts = [7, 3, 5, 1], []
     for start, end in ((0, 1), (1, 18), (18, 59), (59, 60)):
         logits = model.step([(other, 0, 300, list(range(20, 40))), (ids, start, end, blocks)])

@@ -18,4 +18,4 @@ def test_every_path_is_within_its_limit(monkeypatch: pytest.MonkeyPatch, capsys:
         pytest.skip(REASON)
     monkeypatch.setattr(sys, "argv", ["perplexity", str(model)])
     perplexity.main()  # exits where a path is beyond its limit
-    assert capsys.readouterr().out.count("within limit True") == 6
+    assert capsys.readouterr().out.count("within limit True") == 10

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pellucid.core.errors import ConfigError
 from pellucid.kernels import Kernels, sampling, select
-from pellucid.kernels.reference import DenseWeight, rope_table
+from pellucid.kernels.reference import DenseWeight, dequantised, quantised, rope_table
 
 CPU = torch.device("cpu")
 KINDS: dict[str, Callable[[], Kernels]] = {
@@ -44,6 +44,7 @@ class Case:
     head_dim: int
     num_blocks: int
     dtype: torch.dtype
+    int8_cache: bool
     seed: int
 
 
@@ -69,6 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=2 * draw(st.integers(1, 12)),
         num_blocks=num_blocks,
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
+        int8_cache=draw(st.booleans()),
         seed=seed,
     )
 
@@ -84,23 +86,48 @@ def test_attention_and_writes(ops: Kernels, case: Case) -> None:
 
     layout = oracle.layout_of(case.chunks, case.tables, case.block_size)
     rows = ops.padded_rows(layout.num_rows, case.dtype)
-    cache = [random(case.num_blocks, case.num_kv_heads, case.block_size, case.head_dim) for _ in range(2)]
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return quantised(x) if case.int8_cache else x
+
+    cache = [stored(random(case.num_blocks, case.num_kv_heads, case.block_size, case.head_dim)) for _ in range(2)]
     new = [random(rows, case.num_kv_heads, case.head_dim) for _ in range(2)]
     queries = random(rows, case.num_kv_heads * case.shared, case.head_dim)
     expected = [memory.clone() for memory in cache]
     for memory, rows_of in zip(expected, new):
         for row, slot in enumerate(layout.slots):
-            memory[slot // case.block_size, :, slot % case.block_size] = rows_of[row]
+            memory[slot // case.block_size, :, slot % case.block_size] = stored(rows_of[row])
 
     plan = ops.plan_attention(layout, case.num_kv_heads, case.dtype, CPU)
     ops.write_kv(*new, *cache, plan)
     attended = ops.attention(queries, *cache, plan).view(queries.shape)
 
     assert all(torch.equal(memory, wanted) for memory, wanted in zip(cache, expected))
+    seen = [dequantised(memory, case.dtype) if case.int8_cache else memory for memory in cache]
     for i, (start, _) in enumerate(case.chunks):
         own = slice(int(layout.row_starts[i]), int(layout.row_starts[i + 1]))
-        wanted = oracle.attention(queries[own], *cache, case.tables[i], case.block_size, start)
+        wanted = oracle.attention(queries[own], *seen, case.tables[i], case.block_size, start)
         torch.testing.assert_close(attended[own].double(), wanted, rtol=0, atol=TOLERANCE[case.dtype])
+
+
+@given(
+    rows=st.integers(1, 5),
+    half=st.integers(1, 40),
+    spread=st.sampled_from([0.0, 1e-33, 1e-20, 1.0, 1e30]),
+    seed=st.integers(0, 1000),
+)
+@MODEST
+def test_quantised_numbers_are_within_half_a_step(rows: int, half: int, spread: float, seed: int) -> None:
+    x = torch.randn(rows, 2 * half, generator=torch.Generator().manual_seed(seed)) * spread
+    packed = quantised(x)
+    assert packed.shape == (rows, 2 * half + 4)
+    step = x.abs().amax(dim=1, keepdim=True).double() / 127
+    error = (dequantised(packed, torch.float32).double() - x.double()).abs()
+    if spread < 1e-30:
+        assert (error <= x.abs()).all(), "too small to be kept"
+    else:
+        assert (error <= 0.5001 * step).all()
+        assert packed[:, :-4].abs().amax() == 127
 
 
 def test_attention_in_pieces(ops: Kernels) -> None:

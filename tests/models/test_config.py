@@ -41,7 +41,7 @@ def test_defaults_of_an_old_llama() -> None:
     config = config_from_dict(LLAMA)
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (32, 128, 10000.0)
     assert (config.qkv_bias, config.qk_norm, config.tied_embeddings, config.rope_factors) == (False, False, False, None)
-    assert config.cache_spec(2).bytes_per_token == 524_288  # Llama-2-7B in bfloat16: 512 KiB per token
+    assert config.cache_spec("bfloat16").bytes_per_token == 524_288  # Llama-2-7B in bfloat16: 512 KiB per token
 
 
 @pytest.mark.parametrize(

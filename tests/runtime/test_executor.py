@@ -22,6 +22,7 @@ from pellucid.core.plan import BlockCopy, BlockUpdate, Chunk, NewSequence, StepP
 from pellucid.core.request import Request, SamplingParams
 from pellucid.core.scheduler import Scheduler
 from pellucid.kernels import reference
+from pellucid.kernels.processors import native
 from pellucid.models.config import CacheSpec, LayerGroup
 from pellucid.runtime.config import RuntimeConfig, resolve
 from pellucid.runtime.executor import TorchExecutor, load_executor
@@ -108,6 +109,36 @@ def test_what_was_preempted_comes_back_from_the_host(
     if fate == "swap":
         assert moved["out"] > 0
         assert moved["in"] > 0
+
+
+@pytest.mark.parametrize("isa", ["reference", "auto"])
+def test_an_int8_cache_survives_pressure(tmp_path: Path, answered: list[tuple[Request, list[int]]], isa: str) -> None:
+    """Never preempted, swapped, computed again: the same tokens, from blocks half as large."""
+    if isa == "auto" and native() is None:
+        pytest.skip("the native kernels are not built")
+    build("native", tmp_path)
+    options = {"dtype": "bfloat16", "block_size": 16, "deterministic": True, "isa": isa}
+
+    def run(num_blocks: int, kv_dtype: str, fate: PreemptionFate = "auto") -> tuple[dict[str, list[int]], int]:
+        executor = executor_of(tmp_path, num_blocks, 40, kv_dtype=kv_dtype, **options)
+        block_bytes = executor.memory().block_bytes
+        assert block_bytes == 16 * 2 * 2 * (2 * 32 if kv_dtype == "auto" else 32 + 4)
+        assert executor.memory().kv_bytes == num_blocks * block_bytes
+        config = SchedulerConfig(
+            num_blocks=num_blocks, block_size=16, max_running=8, num_host_blocks=40, bytes_per_block=block_bytes,
+            preemption=fate,
+        )  # fmt: skip
+        return serve(executor, config, [request for request, _ in answered])
+
+    plenty, preemptions = run(60, "int8")
+    assert preemptions == 0
+    for fate in ("swap", "recompute"):
+        tokens, preemptions = run(9, "int8", fate)
+        assert preemptions > 0
+        assert tokens == plenty
+    exact, _ = run(60, "auto")
+    same = sum(a == b for name in exact for a, b in zip(exact[name], plenty[name]))
+    assert same >= 0.25 * sum(map(len, exact.values())), "random weights part ways soon, but not at once"
 
 
 class Recording:
@@ -207,7 +238,13 @@ def test_refusals(tiny: tuple[Path, Any]) -> None:
     assert executor.collect(1).tokens == ()
     with pytest.raises(ConfigError, match=r"device 'cuda' cannot be used: .*--device cpu"):
         executor_of(tiny[0], device="cuda")
-    for options in ({"dtype": "int3"}, {"block_size": 0}, {"threads": -1}, {"deterministic": True, "device": "cuda"}):
+    for options in (
+        {"dtype": "int3"},
+        {"kv_dtype": "int4"},
+        {"block_size": 0},
+        {"threads": -1},
+        {"deterministic": True, "device": "cuda"},
+    ):
         with pytest.raises(ConfigError):
             RuntimeConfig(**options)
 
@@ -216,9 +253,10 @@ def test_auto_is_resolved() -> None:
     config = resolve(RuntimeConfig())
     assert config.dtype in ("float32", "bfloat16")
     assert config.threads >= 1
-    assert config.element_bytes == {"float32": 4, "bfloat16": 2}[config.dtype]
+    assert config.cache_dtype == config.dtype
+    assert resolve(RuntimeConfig(kv_dtype="int8")).cache_dtype == "int8"
     with pytest.raises(ConfigError, match="not known before it is resolved"):
-        RuntimeConfig().element_bytes  # noqa: B018
+        RuntimeConfig().cache_dtype  # noqa: B018
     assert resolve(RuntimeConfig(dtype="float32", threads=3)) == RuntimeConfig(dtype="float32", threads=3)
 
 

@@ -48,7 +48,7 @@ def logprob_errors(model_path: Path, rows: list[dict[str, Any]], dtype: torch.dt
     """|log-probability - the reference's| of the reference's top token, over all positions of all rows."""
     kernels, cpu = select("cpu", isa="reference", deterministic=deterministic), torch.device("cpu")
     decoder = load_decoder(model_path, kernels, dtype, cpu, num_positions=128)
-    spec = decoder.config.cache_spec(dtype.itemsize)
+    spec = decoder.config.cache_spec(str(dtype).removeprefix("torch."))
     store = KVStore(spec, num_blocks=8 * len(rows), block_size=16, dtype=dtype, device=cpu)
     tokens = [row["prompt"] + row["tokens"][:-1] for row in rows]
     tables = [list(range(8 * i, 8 * i + 8)) for i in range(len(rows))]

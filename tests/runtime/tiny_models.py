@@ -39,6 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"head_dim": 14, "sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 22}),
+    "native": ("Llama", {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}),
 }
 
 

@@ -122,7 +122,7 @@ def _with_engine(profile: MachineProfile, model: str, bar: Progress) -> MachineP
     batches = standard_batches(loaded.config.max_context)
     num_tokens = _BLOCK_SIZE * max(b.num_blocks(_BLOCK_SIZE) for b in batches)
     settings = EngineSettings(block_size=_BLOCK_SIZE, device=profile.accelerator or "cpu")
-    token_bytes = loaded.config.cache_spec(settings.runtime().element_bytes).bytes_per_token
+    token_bytes = loaded.config.cache_spec(settings.runtime().cache_dtype).bytes_per_token
     settings = replace(settings, kv_memory=num_tokens * token_bytes)
     loading = bar.add_task(f"load {shape.name}")
     engine = build_engine(settings, loaded.files.path, plan_engine(settings, loaded), lambda text: None)

@@ -5,8 +5,9 @@ processor and the operating system allow is chosen when a `CpuKernels` is made. 
 that the native side assumes (dtype, contiguity, sizes) is checked here, once.
 
 Invariants: weights are packed once and never inflated afterwards; the cache of a layer is two tensors of the
-reference's shape `[blocks, G, block_size, D]`, whose blocks are arranged inside as the tiles want them
-(csrc/kernels.h), so copying whole blocks stays valid and reading single tokens through PyTorch does not.
+reference's shape (`[blocks, G, block_size, D]` in bfloat16, D + 4 wide in int8), whose blocks are arranged inside as
+the kernels want them (csrc/kernels.h), so copying whole blocks stays valid and reading single tokens through PyTorch
+does not.
 
 Sizes in shapes: T rows of a step, S sequences, H query heads, G key/value heads, D head dimension, K and N a weight's
 inputs and outputs.
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from pellucid.core.errors import ConfigError, ModelError
 from pellucid.kernels.gguf_types import GGUF_TYPES
-from pellucid.kernels.layout import SAMPLE_ROW
+from pellucid.kernels.layout import SAMPLE_ROW, SCALE_BYTES
 from pellucid.kernels.processors import open_team, require_native
 
 Isa = Literal["auto", "portable", "avx2", "avx512", "amx"]
@@ -290,7 +291,7 @@ class CpuKernels:
         self._cpu.rope(
             qkv.data_ptr(), rows, heads.num_heads, heads.num_kv_heads, heads.head_dim, *norms, heads.norm_eps,
             heads.cos.data_ptr(), heads.sin.data_ptr(), positions.data_ptr(), slots.data_ptr(), queries.data_ptr(),
-            cache[0].data_ptr(), cache[1].data_ptr(), block_size,
+            cache[0].data_ptr(), cache[1].data_ptr(), is_int8(cache), block_size,
         )  # fmt: skip
         return queries
 
@@ -302,13 +303,13 @@ class CpuKernels:
         block_size = _check_cache(cache, num_kv_heads, head_dim)
         if queries.dtype != torch.bfloat16 or num_heads % num_kv_heads:
             raise ConfigError(
-                f"queries of {num_heads} heads, {queries.dtype}, do not fit {num_kv_heads} bfloat16 KV heads"
+                f"{num_heads} query heads in {queries.dtype} do not fit {num_kv_heads} KV heads; they must be bfloat16"
             )
         queries = queries.contiguous()
         out = torch.empty((rows, num_heads * head_dim), dtype=torch.float32)
         self._cpu.attention(
-            queries.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), num_heads, num_kv_heads, head_dim,
-            block_size, head_dim**-0.5, *batch.arguments, out.data_ptr(),
+            queries.data_ptr(), cache[0].data_ptr(), cache[1].data_ptr(), is_int8(cache), num_heads, num_kv_heads,
+            head_dim, block_size, head_dim**-0.5, *batch.arguments, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -348,7 +349,8 @@ def _check_cache(cache: tuple[Tensor, Tensor], num_kv_heads: int, head_dim: int)
     """The block size of a cache. Raises ConfigError unless both halves are what the kernels read."""
     keys, values = cache
     block_size = keys.shape[2]
-    if keys.shape != values.shape or keys.shape[1::2] != (num_kv_heads, head_dim) or keys.dtype != torch.bfloat16:
+    width = {torch.bfloat16: head_dim, torch.int8: head_dim + SCALE_BYTES}.get(keys.dtype)
+    if keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[1::2] != (num_kv_heads, width):
         raise ConfigError(
             f"a cache of shape {tuple(keys.shape)}, {keys.dtype} does not fit {num_kv_heads} x {head_dim}"
         )
@@ -358,6 +360,11 @@ def _check_cache(cache: tuple[Tensor, Tensor], num_kv_heads: int, head_dim: int)
             f"of 32 up to {MAX_HEAD_DIM}, the second of {TOKENS_PER_TILE}"
         )
     return block_size
+
+
+def is_int8(cache: tuple[Tensor, Tensor]) -> bool:
+    """Whether keys and values are int8 with scales; otherwise they are bfloat16."""
+    return cache[0].dtype == torch.int8
 
 
 def _floats(x: Tensor, width: int) -> Tensor:

@@ -18,13 +18,13 @@ from torch import Tensor
 from pellucid.core.errors import ConfigError, InvariantViolation
 from pellucid.core.plan import Chunk
 from pellucid.kernels import pages
-from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache
+from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, RotaryHeads, _check_cache, is_int8
 from pellucid.kernels.lines import SequenceLines
 from pellucid.kernels.processors import require_native
 
 
 class LayerPieces(NamedTuple):
-    """One layer: norms `[C]` float32, packed maps, and the layer's cache `[blocks, G, block_size, D]` twice."""
+    """One layer: norms `[C]` float32, packed maps, and the layer's cache (`cpu.py` says of what shape) twice."""
 
     attention_norm: Tensor
     qkv: PackedWeight
@@ -76,12 +76,14 @@ class CpuDecoder:
         self._logits = torch.empty((0, head.num_outputs), dtype=torch.float32)
         blocks = layers[0].cache[0].shape
         self._bounds = (embedding.num_outputs, heads.cos.shape[0], blocks[0] * blocks[2])
+        self._cache_dtype = layers[0].cache[0].dtype
         block_size = _check_cache(layers[0].cache, heads.num_kv_heads, heads.head_dim)
         hidden, inner = embedding.num_inputs, layers[0].down.num_inputs
         sizes = [hidden, heads.num_heads, heads.num_kv_heads, heads.head_dim, inner, block_size]
         self._decoder = require_native().Decoder(
-            kernels.handle, sizes, norm_eps, embedding.packed, head.packed, *map(_address, (norm, heads.cos, heads.sin))
-        )
+            kernels.handle, sizes, norm_eps, embedding.packed, head.packed,
+            *map(_address, (norm, heads.cos, heads.sin)), is_int8(layers[0].cache),
+        )  # fmt: skip
         self._rows = require_native().StepRows()
         for layer in layers:
             self._add(layer, sizes)
@@ -89,6 +91,8 @@ class CpuDecoder:
     def _add(self, layer: LayerPieces, sizes: list[int]) -> None:
         hidden, num_heads, num_kv_heads, head_dim, inner, _ = sizes
         _check_cache(layer.cache, num_kv_heads, head_dim)
+        if layer.cache[0].dtype != self._cache_dtype:
+            raise ConfigError(f"one layer caches in {layer.cache[0].dtype}, another in {self._cache_dtype}")
         expected = {
             "qkv": ((num_heads + 2 * num_kv_heads) * head_dim, hidden, False),
             "output": (hidden, num_heads * head_dim, False),

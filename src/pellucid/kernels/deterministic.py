@@ -139,7 +139,7 @@ def attention(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: T
     out = torch.zeros_like(queries)
     for sequence in plan.sequences:
         keys, values = (
-            reference.gather(cache, sequence.blocks, 1)[0, :, None].expand(-1, shared, -1, -1)
+            reference.gather(cache, sequence.blocks, 1, queries.dtype)[0, :, None].expand(-1, shared, -1, -1)
             for cache in (cache_keys, cache_values)
         )
         for tile in sequence.tiles:

@@ -5,6 +5,9 @@ A step computes the chunks of S sequences as one flat batch of T rows, without p
     rows       0 ............ n0 ...... n0+n1 ... T        chunk i owns rows [row_starts[i], row_starts[i + 1])
     positions  starts[0] .. ends[0] | starts[1] ..         and computes positions [starts[i], ends[i]) of its sequence
 
+The cache that a slot lies in holds floats, or int8 with one float32 scale per token and KV head, whose SCALE_BYTES
+stand behind the head's D numbers: value = number * scale.
+
 All arrays are NumPy on the host, built once a step; kernels derive from them, once a step too, what they need on their
 device (`Kernels.plan_attention`), so that no layer waits for the device to ask it for a size.
 """
@@ -15,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)

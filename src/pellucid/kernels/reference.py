@@ -7,7 +7,7 @@ bfloat16 it is rounded twice a layer, which made the log-probabilities of a 30-l
 shapes are named in the package's docstring (T rows, H and G heads, D head dimension).
 
 The cache of a layer is two tensors, keys and values, each `[blocks, G, block_size, D]`: for one head, the tokens of a
-block lie together. `runtime/kv_store.py` says why.
+block lie together. `runtime/kv_store.py` says why. In int8 it is `[blocks, G, block_size, D + 4]` (`quantised`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pellucid.kernels import Kernels, StoredTensor
-from pellucid.kernels.layout import BatchLayout
+from pellucid.kernels.layout import SCALE_BYTES, BatchLayout
 from pellucid.kernels.sampling import sample
 
 # Chunks longer than this are attended in pieces, which bounds the mask to this many rows.
@@ -240,18 +240,35 @@ def block_pieces(tables: npt.NDArray[np.int64], num_kv_heads: int, device: torch
     return torch.from_numpy(pieces.reshape(-1)).to(device)
 
 
-def gather(cache: Tensor, pieces: Tensor, num_sequences: int) -> Tensor:
-    """Copy the pieces of `num_sequences` sequences out of a cache: `[B, G, n x block_size, D]`."""
-    num_blocks, num_heads, block_size, head_dim = cache.shape
-    flat = cache.view(num_blocks * num_heads, block_size * head_dim)
-    return flat.index_select(0, pieces).view(num_sequences, num_heads, -1, head_dim)
+def quantised(x: Tensor) -> Tensor:
+    """Rows `[..., D]` as int8 `[..., D + 4]`: round(x * 127 / m), where m is the row's largest magnitude, then m / 127
+    as the bytes of a float32. Rows whose m is at most 1e-30 become zeros."""
+    x = x.float()
+    top = x.abs().amax(dim=-1, keepdim=True)
+    inverse = torch.where(top > 1e-30, 127.0 / top, 0.0)
+    return torch.cat(((x * inverse).round().to(torch.int8), (top / 127.0).view(torch.int8)), dim=-1)
+
+
+def dequantised(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `quantised` made, `[..., D + 4]`, as numbers `[..., D]`."""
+    numbers, scales = torch.split(packed, [packed.shape[-1] - SCALE_BYTES, SCALE_BYTES], dim=-1)
+    return (numbers * scales.clone(memory_format=torch.contiguous_format).view(torch.float32)).to(dtype)
+
+
+def gather(cache: Tensor, pieces: Tensor, num_sequences: int, dtype: torch.dtype) -> Tensor:
+    """Copy the pieces of `num_sequences` sequences out of a cache: `[B, G, n x block_size, D]` in the compute dtype."""
+    num_blocks, num_heads, block_size, width = cache.shape
+    flat = cache.view(num_blocks * num_heads, block_size * width)
+    pieces = flat.index_select(0, pieces).view(num_sequences, num_heads, -1, width)
+    return dequantised(pieces, dtype) if cache.dtype == torch.int8 else pieces
 
 
 def write_kv(keys: Tensor, values: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: AttentionPlan) -> None:
     """Store the step's keys and values `[T, G, D]` in a layer's cache, each row in its slot."""
-    head_dim = keys.shape[-1]
     for new, cache in ((keys, cache_keys), (values, cache_values)):
-        cache.view(-1, head_dim).index_copy_(0, plan.write_rows, new[: plan.num_rows].reshape(-1, head_dim))
+        rows = new[: plan.num_rows].reshape(-1, new.shape[-1])
+        rows = quantised(rows) if cache.dtype == torch.int8 else rows
+        cache.view(-1, cache.shape[-1]).index_copy_(0, plan.write_rows, rows)
 
 
 def attention(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: AttentionPlan) -> Tensor:
@@ -276,8 +293,8 @@ def attention(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, plan: A
 def _attend_decodes(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, group: Decodes) -> Tensor:
     """One row per sequence: the H / G query heads that share a KV head stand as its query rows. -> `[B, H, D]`."""
     rows = queries[: group.num_sequences] if group.rows is None else queries.index_select(0, group.rows)
-    keys = gather(cache_keys, group.blocks, group.num_sequences)
-    values = gather(cache_values, group.blocks, group.num_sequences)
+    keys = gather(cache_keys, group.blocks, group.num_sequences, rows.dtype)
+    values = gather(cache_values, group.blocks, group.num_sequences, rows.dtype)
     grouped = rows.reshape(group.num_sequences, keys.shape[1], -1, rows.shape[-1])
     return F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask).reshape(rows.shape)
 
@@ -290,7 +307,8 @@ def _attend_chunk(queries: Tensor, cache_keys: Tensor, cache_values: Tensor, pie
     shared = num_heads // num_kv_heads
     grouped = rows.view(num_rows, num_kv_heads, shared, head_dim).permute(1, 2, 0, 3)
     keys, values = (
-        gather(cache, piece.blocks, 1)[0, :, None].expand(-1, shared, -1, -1) for cache in (cache_keys, cache_values)
+        gather(cache, piece.blocks, 1, rows.dtype)[0, :, None].expand(-1, shared, -1, -1)
+        for cache in (cache_keys, cache_values)
     )
     attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=piece.mask, is_causal=piece.mask is None)
     return attended.permute(2, 0, 1, 3).reshape(rows.shape)

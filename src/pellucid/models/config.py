@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.errors import ModelError
+from pellucid.kernels.layout import SCALE_BYTES
 from pellucid.models.json_object import read_object
 from pellucid.models.weights.gguf import GgufFile
 
@@ -82,24 +83,32 @@ class ModelConfig:
                 f"where it never binds; pass --max-context {self.sliding_window} or less (asked: {num_tokens})"
             )
 
-    def cache_spec(self, element_bytes: int) -> CacheSpec:
-        """What the KV cache stores for a token of this model, with elements of `element_bytes`."""
-        return CacheSpec((LayerGroup(self.num_layers, self.num_kv_heads, self.head_dim, element_bytes),))
+    def cache_spec(self, dtype: str) -> CacheSpec:
+        """What the KV cache stores for a token of this model in float32, bfloat16 or int8."""
+        element_bytes, scale_bytes = {"float32": (4, 0), "bfloat16": (2, 0), "int8": (1, SCALE_BYTES)}[dtype]
+        return CacheSpec((LayerGroup(self.num_layers, self.num_kv_heads, self.head_dim, element_bytes, scale_bytes),))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that store the same per token: a key and a value of `head_dim` elements for each KV head."""
+    """Layers that store the same per token: a key and a value of `head_dim` elements for each KV head, each with the
+    scale that its elements share, if they have one."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     element_bytes: int
+    scale_bytes: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements that a head's key or value takes, with its scale."""
+        return self.head_dim + self.scale_bytes // self.element_bytes
 
     @property
     def bytes_per_token(self) -> int:
-        """2 (key, value) x layers x KV heads x head_dim x bytes per element."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.element_bytes
+        """2 (key, value) x layers x KV heads x (head_dim x bytes per element + bytes of a scale)."""
+        return 2 * self.num_layers * self.num_kv_heads * self.width * self.element_bytes
 
 
 @dataclass(frozen=True, slots=True)

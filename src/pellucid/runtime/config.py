@@ -14,22 +14,23 @@ from pellucid.core.errors import ConfigError
 from pellucid.kernels.processors import native, physical_cores
 
 Dtype = Literal["auto", "float32", "bfloat16"]
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPES = ("float32", "bfloat16")
 # Processor flags under which PyTorch multiplies bfloat16 matrices in hardware; without them it is slower than float32.
 _FAST_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """`dtype` is that of weights, activations and KV cache; logits are float32 always. "auto" takes bfloat16 where the
-    native kernels run (they widen it where a processor cannot multiply it), where the processor multiplies it in
-    hardware, and on a device that is no CPU; else float32. `threads` 0 takes one per physical core that this process
-    may use. `isa` "reference" keeps native kernels out; portable, avx2, avx512 or amx forces their level. `weights` is
-    how they hold matrices: auto keeps a file's precision. `deterministic`: a request's tokens do not depend on what
-    else is in its batch (`kernels/deterministic.py` says at what price)."""
+    """`dtype` is that of weights and activations; logits are float32 always. "auto" takes bfloat16 where the native
+    kernels run (they widen it where a processor cannot multiply it), where the processor multiplies it in hardware, and
+    on a device that is no CPU; else float32. `kv_dtype` is that of the KV cache; "auto" is `dtype`. `threads` 0 takes
+    one per physical core that this process may use. `isa` "reference" keeps native kernels out; portable, avx2, avx512
+    or amx forces their level. `weights` is how they hold matrices: auto keeps a file's precision. `deterministic`: a
+    request's tokens do not depend on what else is in its batch (`kernels/deterministic.py` says at what price)."""
 
     device: str = "cpu"
     dtype: Dtype = "auto"
+    kv_dtype: Literal["auto", "int8"] = "auto"
     block_size: int = 16
     threads: int = 0
     deterministic: bool = False
@@ -37,8 +38,10 @@ class RuntimeConfig:
     weights: Literal["auto", "bf16", "int8", "int4"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("auto", *ELEMENT_BYTES):
+        if self.dtype not in ("auto", *DTYPES):
             raise ConfigError(f"dtype is {self.dtype!r}; use auto, float32 or bfloat16")
+        if self.kv_dtype not in ("auto", "int8"):
+            raise ConfigError(f"kv_dtype is {self.kv_dtype!r}; use auto (as dtype) or int8")
         if self.weights not in ("auto", "bf16", "int8", "int4"):
             raise ConfigError(f"weights is {self.weights!r}; use auto, bf16, int8 or int4")
         if self.block_size < 1:
@@ -49,11 +52,11 @@ class RuntimeConfig:
             raise ConfigError(f"deterministic is promised on the CPU only, and the device is {self.device}")
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes per element of weights and cache. Needs a resolved dtype."""
-        if self.dtype == "auto":
-            raise ConfigError("the size of dtype auto is not known before it is resolved")
-        return ELEMENT_BYTES[self.dtype]
+    def cache_dtype(self) -> str:
+        """What keys and values are kept in. Needs a resolved dtype."""
+        if self.kv_dtype == "auto" and self.dtype == "auto":
+            raise ConfigError("the precision of a cache like dtype auto is not known before it is resolved")
+        return self.dtype if self.kv_dtype == "auto" else self.kv_dtype
 
 
 def resolve(config: RuntimeConfig) -> RuntimeConfig:

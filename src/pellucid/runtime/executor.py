@@ -52,8 +52,8 @@ class TorchExecutor:
         self._decoder = decoder
         self._device = torch.device(config.device)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
-        spec = decoder.config.cache_spec(config.element_bytes)
-        shape = {"block_size": config.block_size, "dtype": self._dtype, "team": decoder.kernels.team}
+        spec, cached = decoder.config.cache_spec(config.cache_dtype), getattr(torch, config.cache_dtype)
+        shape = {"block_size": config.block_size, "dtype": cached, "team": decoder.kernels.team}
         self._store = KVStore(spec, num_blocks=num_blocks, device=self._device, **shape)
         self._host = KVStore(spec, num_blocks=num_host_blocks, device=torch.device("cpu"), **shape)
         for store in (self._store, self._host):
@@ -113,7 +113,7 @@ class TorchExecutor:
 
     def memory(self) -> MemoryReport:
         """What the executor holds now."""
-        spec = self._decoder.config.cache_spec(self.config.element_bytes)
+        spec = self._decoder.config.cache_spec(self.config.cache_dtype)
         return MemoryReport(
             weight_bytes=_weight_bytes(self._decoder.weights),
             kv_bytes=self._store.num_bytes,
@@ -124,7 +124,8 @@ class TorchExecutor:
     def describe(self) -> str:
         """One line for the log: which kernels, which precision, how many threads."""
         name, config = self._decoder.kernels.name, self.config
-        return f"{name}, {config.dtype}, {config.threads} threads on {self._device}{self._note}"
+        precision = f"{config.dtype}, KV cache in {config.cache_dtype}"
+        return f"{name}, {precision}, {config.threads} threads on {self._device}{self._note}"
 
     def _to_device(self, batch: StepBatch) -> DecoderInput:
         kernels, config = self._decoder.kernels, self._decoder.config

@@ -1,4 +1,5 @@
-"""The paged KV cache: for each layer two tensors, keys and values, each `[blocks, G, block_size, D]`.
+"""The paged KV cache: for each layer two tensors, keys and values, each `[blocks, G, block_size, D]`; in int8 they are
+D + 4 wide, because the scale of each token and head stands in the block as well.
 
 Why this order of dimensions. A layer reads a sequence block by block and head by head, so the tokens of one block and
 one KV head lie together: `block_size x D` elements in a row, 2 KiB in bfloat16 at the usual 16 x 64. That is one memory
@@ -48,7 +49,7 @@ class KVStore:
         self._populating: list[Any] = []
         self.layers: list[tuple[Tensor, Tensor]] = []
         for group in spec.groups:
-            shape = (group.num_layers, 2, num_blocks, group.num_kv_heads, block_size, group.head_dim)
+            shape = (group.num_layers, 2, num_blocks, group.num_kv_heads, block_size, group.width)
             memory = (
                 pages.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
             )

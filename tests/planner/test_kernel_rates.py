@@ -66,6 +66,15 @@ def test_predictions_come_from_the_kernels_where_they_cover_the_model() -> None:
     assert other.cost(step).seconds == other.floor_seconds(step)
 
 
+def test_an_int8_cache_is_read_at_the_measured_rate_of_bf16() -> None:
+    rates = known(1e-10, 1e12, 1e10)
+    assert rates.covers("bf16", "bf16", "int8")
+    assert rates.attention_seconds("int8", 1e9, 1e6) == rates.attention_seconds("bf16", 1e9, 1e6)
+    both = replace(rates, attention=(*rates.attention, AttentionRate("int8", 2e12, 2e10)))
+    assert both.attention_seconds("int8", 1e9, 1e6) < rates.attention_seconds("int8", 1e9, 1e6)
+    assert not rates.covers("bf16", "bf16", "fp32")
+
+
 def test_between_rows_time_is_interpolated_and_beyond_them_it_grows_in_proportion() -> None:
     rates = known(1e-10, 1e12, 1e10)
     at = {rows: rates.linear_seconds("layers", "bf16", rows, 1.0) for rows in (1, 8, 36, 64, 512, 1024)}

@@ -213,6 +213,14 @@ def test_advice_for_a_given_cache_and_against_too_little() -> None:
         fit_serve(EIGHT_B, "m", host)
 
 
+def test_advice_for_an_int8_cache_asks_for_it_and_counts_its_tokens() -> None:
+    host = Device("host", "host", memory=2**40)
+    advice = fit_serve(EIGHT_B.cached_as("int8"), "m", host, kv_bytes=2**30)
+    assert advice.command[-2:] == ("--kv-dtype", "int8")
+    assert advice.kv_tokens == 2**30 // (32 * 2 * 8 * (128 + 4)) // 16 * 16
+    assert "--kv-dtype" not in fit_serve(EIGHT_B, "m", host, kv_bytes=2**30).command
+
+
 def test_the_page_for_newcomers_says_what_the_plan_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "roofline.md").read_text()
     answer = plan(prompt=4000)

@@ -11,7 +11,7 @@ from pellucid.planner.memory import Batching, plan_memory
 from pellucid.planner.named_shapes import bare_shape, named_shapes, shape_by_name
 from pellucid.planner.plan import Plan, Scenario
 from pellucid.planner.quantity import format_bytes, format_ceiling, format_seconds
-from pellucid.planner.roofline import Roofline
+from pellucid.planner.roofline import Roofline, decode
 
 TOLERANCE = 0.002
 
@@ -44,6 +44,23 @@ def test_no_amount_of_flops_lifts_the_single_stream(flops: float) -> None:
 )
 def test_kv_bytes_per_token(name: str, num_bytes: int) -> None:
     assert shape_by_name(name).kv_bytes_per_token() == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("smollm2-135m", 30 * 2 * 3 * (64 + 4)),
+        ("llama-3.1-8b", 32 * 2 * 8 * (128 + 4)),
+        ("deepseek-v3", 61 * (576 + 8)),
+    ],
+)
+def test_an_int8_cache_has_a_scale_for_every_vector(name: str, num_bytes: int) -> None:
+    shape = shape_by_name(name).cached_as("int8")
+    assert shape.kv_bytes_per_token() == num_bytes
+    assert shape.kv_bytes(1000) == 1000 * num_bytes
+    assert shape.decode_kv_read_bytes(10, 2) == 11 * num_bytes
+    step = decode(3, 100)
+    assert Roofline(shape, CUSTOM.override(Overrides(bandwidth=1e9))).cost(step).kv_read_bytes == 3 * 100 * num_bytes
 
 
 @pytest.mark.parametrize(("name", "gigabytes"), [("llama-3.1-70b", 327.68), ("llama-3.1-8b", 131.072)])

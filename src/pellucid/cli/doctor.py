@@ -59,6 +59,7 @@ class Report:
     model: str | None
     isa: str
     dtype: str
+    cache_dtype: str
     threads: int
     kv_bytes: int
     weight_bytes: float
@@ -129,6 +130,7 @@ def examine(settings: EngineSettings, model: str | None, environment: Mapping[st
         model=model,
         isa=settings.isa,
         dtype=runtime.dtype,
+        cache_dtype=runtime.cache_dtype,
         threads=runtime.threads,
         kv_bytes=settings.kv_memory,
         weight_bytes=weight_bytes,
@@ -164,6 +166,7 @@ def to_json(report: Report) -> dict[str, Any]:
         "model": report.model,
         "isa": report.isa,
         "dtype": report.dtype,
+        "cache_dtype": report.cache_dtype,
         "num_threads": report.threads,
         "kv_bytes": report.kv_bytes,
         "weight_bytes": report.weight_bytes,
@@ -187,7 +190,8 @@ def _lines(report: Report) -> Iterator[tuple[str, str]]:
     yield "kernels used", f"{choice.kernels or 'none'} ({_why(report)})"
     yield "precision", report.dtype
     yield "compute threads", str(report.threads)
-    yield "KV pool", format_bytes(report.kv_bytes) if report.kv_bytes else "what is free beside the model"
+    pool = format_bytes(report.kv_bytes) if report.kv_bytes else "what is free beside the model"
+    yield "KV pool", f"{pool}, in {report.cache_dtype}"
     if report.model is not None:
         weights = format_bytes(report.weight_bytes) if report.weight_bytes else "cannot be read"
         yield "model", f"{report.model}: weights {weights}"

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
@@ -221,15 +221,19 @@ def fit(
     kv_memory: Annotated[str | None, typer.Option(metavar="BYTES", help="Or: memory for the KV cache alone.")] = None,
     context: Annotated[str | None, typer.Option(metavar="N", help="Longest sequence wanted.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Store the weights as bf16, int8, ...")] = None,
+    kv_dtype: Annotated[
+        Literal["auto", "int8"], typer.Option(help="Precision of the KV cache, as for `pellucid serve`.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document.")] = False,
 ) -> None:
     """What to pass to `pellucid serve` on this machine, and how many sequences that holds."""
     if memory is not None and kv_memory is not None:
         raise ConfigError("--memory and --kv-memory both say how much to use; pass one of them")
     shape = load_shape(model)
+    shape = shape if dtype is None else shape.stored_as(dtype)
     usable = int(free_memory() * FREE_SHARE) if memory is None else parsed("--memory", memory, parse_bytes)
     advice = fit_serve(
-        shape if dtype is None else shape.stored_as(dtype),
+        shape if kv_dtype == "auto" else shape.cached_as(kv_dtype),
         model,
         host_device(usable, os.environ),
         kv_bytes=optional("--kv-memory", kv_memory, parse_bytes),

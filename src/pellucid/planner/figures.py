@@ -296,19 +296,21 @@ def fleet_figures(fleet: Fleet) -> list[Figure]:
 
 def _kv_formula(plan: Plan) -> str:
     fmt, tp = plan.shape.cache_format, plan.scenario.tp
-    parts = []
+    parts, scale = [], fmt.vector_bytes
     for group in plan.shape.groups:
         attention = group.attention
         if isinstance(attention, LatentAttention):
-            parts.append(
-                f"{group.num_layers} layers x ({attention.latent_dim} + {attention.rope_dim}) x {fmt.element_bytes:g} B"
-            )
+            stored = f"({attention.latent_dim} + {attention.rope_dim}) x {fmt.element_bytes:g} B"
+            stored = f"({stored} + 2 x {scale:g} B)" if scale else stored
+            parts.append(f"{group.num_layers} layers x {stored}")
         elif isinstance(attention, HeadedAttention):
             split = min(tp, attention.num_kv_heads)
             over = f" / {split}" if split > 1 else ""
+            stored = f"{attention.head_dim} x {fmt.element_bytes:g} B"
+            stored = f"({stored} + {scale:g} B)" if scale else stored
             parts.append(
-                f"2 x {group.num_layers} layers x {attention.num_kv_heads} KV heads x {attention.head_dim} x "
-                f"{fmt.element_bytes:g} B{over}" + (f" (window {attention.window:,})" if attention.window else "")
+                f"2 x {group.num_layers} layers x {attention.num_kv_heads} KV heads x {stored}{over}"
+                + (f" (window {attention.window:,})" if attention.window else "")
             )
     return " + ".join(dict.fromkeys(parts))
 

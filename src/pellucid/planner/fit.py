@@ -115,4 +115,5 @@ def fit_serve(
         + (f"; up to {running} shorter ones run together" if running > full else ""),
     )
     flags = ("--kv-memory", _option(granted), "--max-context", str(longest), "--max-running", str(running))
-    return Advice(("pellucid", "serve", model, *flags), reasons, granted, tokens, longest, running, full)
+    kv_dtype = ("--kv-dtype", "int8") if shape.cache_format.name == "int8" else ()
+    return Advice(("pellucid", "serve", model, *flags, *kv_dtype), reasons, granted, tokens, longest, running, full)

@@ -13,11 +13,13 @@ from pellucid.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class NumberFormat:
-    """`element_bytes`, scales and zero points included. `compute` names the device rate that multiplies it."""
+    """`element_bytes`, scales and zero points included. `compute` names the device rate that multiplies it. In a KV
+    cache, each vector (a head's key, its value) takes `vector_bytes` more: its own scale."""
 
     name: str
     element_bytes: float
     compute: str
+    vector_bytes: float = 0.0
 
 
 def _gguf(name: str, block_bytes: int, block_elements: int) -> NumberFormat:
@@ -30,7 +32,7 @@ _FORMATS = (
     NumberFormat("bf16", 2.0, "bf16"),
     NumberFormat("fp16", 2.0, "fp16"),
     NumberFormat("fp8", 1.0, "fp8"),
-    NumberFormat("int8", 1.0, "int8"),
+    NumberFormat("int8", 1.0, "int8", vector_bytes=4.0),
     # 4 bits, and a 16-bit scale with a 4-bit zero point for each group of 128 (GPTQ and AWQ as usually published).
     NumberFormat("int4", (4 + (16 + 4) / 128) / 8, "bf16"),
     NumberFormat("mxfp4", (4 + 8 / 32) / 8, "bf16"),

@@ -55,7 +55,8 @@ class AttentionRate:
 
 @dataclass(frozen=True, slots=True)
 class KernelRates:
-    """Every measured kernel of one machine."""
+    """Every measured kernel of one machine. An int8 cache that was not measured is taken to be read as fast as a bf16
+    one, byte for byte."""
 
     linear: tuple[LinearRate, ...]
     attention: tuple[AttentionRate, ...]
@@ -63,7 +64,7 @@ class KernelRates:
     def covers(self, weights: str, head: str, cache: str) -> bool:
         """Whether layers in `weights`, a head in `head` and attention over a cache in `cache` were measured."""
         parts = {(r.part, r.weights) for r in self.linear}
-        return {("layers", weights), ("head", head)} <= parts and any(r.cache == cache for r in self.attention)
+        return {("layers", weights), ("head", head)} <= parts and bool(self._attention_table(cache))
 
     def linear_seconds(self, part: Part, weights: str, num_rows: float, num_params: float) -> float:
         """Time of a product of `num_rows` rows with `num_params` parameters."""
@@ -72,13 +73,17 @@ class KernelRates:
 
     def attention_seconds(self, cache: str, flops: float, read_bytes: float) -> float:
         """Time of attention's arithmetic and of its reads, one after the other."""
-        rows = sorted((r for r in self.attention if r.cache == cache), key=lambda r: r.at_bytes)
+        rows = self._attention_table(cache)
         reading = [(0.0, 0.0), *((r.at_bytes, r.at_bytes / r.read_bytes) for r in rows)]
         return flops / rows[0].flops + _interpolate(reading, read_bytes)
 
     def spread(self, weights: str, num_rows: int) -> float:
         """Relative spread of the nearest measured row count."""
         return min(self._table("layers", weights), key=lambda r: abs(r.num_rows - num_rows)).spread
+
+    def _attention_table(self, cache: str) -> list[AttentionRate]:
+        rows = sorted((r for r in self.attention if r.cache == cache), key=lambda r: r.at_bytes)
+        return rows or (self._attention_table("bf16") if cache == "int8" else [])
 
     def _table(self, part: Part, weights: str) -> list[LinearRate]:
         rows = [r for r in self.linear if r.part == part and r.weights == weights]

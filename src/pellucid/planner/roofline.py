@@ -174,11 +174,10 @@ class Roofline:
         if not features.num_sequences:
             return 0.0
         longest = features.num_context / features.num_sequences
-        elements = sum(
-            g.num_layers * g.attention.cache_elements(self.tp) * min(longest, g.attention.window or longest)
+        return features.num_sequences * sum(
+            g.num_layers * self.shape.layer_cache_bytes(g, self.tp) * min(longest, g.attention.window or longest)
             for g in self.shape.groups
         )
-        return features.num_sequences * elements * self.shape.cache_format.element_bytes
 
     def _compute_seconds(self, matrix_flops: float, attention_flops: float) -> float | None:
         if self.peak is None or self._attention_peak is None:

@@ -6,7 +6,8 @@ apart what is often mixed up:
 
 - *attended* pairs: for each new token the tokens it looks at, itself included: q*c + q*(q+1)/2 (causal; fewer with a
   sliding window). Attention costs 4*H*d FLOPs per pair and layer (QK^T and AV), however few the KV heads.
-- *cached* bytes: 2*L*G*d*b per token. They follow the KV heads, never the query heads.
+- *cached* bytes: 2*L*G*(d*b + s) per token, s for the scale of a format that has one per vector. They follow the KV
+  heads, never the query heads.
 
 `tp` is the number of tensor-parallel ranks; every figure with a `tp` argument is per rank.
 """
@@ -47,7 +48,11 @@ class HeadedAttention:
 
     def cache_elements(self, tp: int = 1) -> float:
         """Elements cached per token and layer: 2*G*d / min(tp, G)."""
-        return 2 * self.num_kv_heads * self.head_dim / min(tp, self.num_kv_heads)
+        return self.cache_vectors(tp) * self.head_dim
+
+    def cache_vectors(self, tp: int = 1) -> float:
+        """Keys and values cached per token and layer: 2*G / min(tp, G)."""
+        return 2 * self.num_kv_heads / min(tp, self.num_kv_heads)
 
     def flops(self, num_attended: float, num_cached: float) -> float:
         """4*H*d per attended pair."""
@@ -99,6 +104,10 @@ class LatentAttention:
     def cache_elements(self, tp: int = 1) -> float:
         """d_c + d_r elements per token and layer, whole on every rank."""
         return float(self.latent_dim + self.rope_dim)
+
+    def cache_vectors(self, tp: int = 1) -> float:
+        """The latent and the key."""
+        return 2.0
 
     def flops(self, num_attended: float, num_cached: float) -> float:
         """The cheaper of the two forms."""
@@ -272,18 +281,22 @@ class ModelShape:
         return weights.dense + experts + (weights.head if num_samples else 0.0)
 
     def kv_bytes_per_token(self, tp: int = 1) -> float:
-        """Bytes that caching one more token writes: 2*L*G*d*b, MLA L*(d_c + d_r)*b."""
+        """Bytes that caching one more token writes: 2*L*G*(d*b + s), MLA L*((d_c + d_r)*b + 2*s)."""
         self._need_layers("KV bytes per token")
-        return sum(g.num_layers * g.attention.cache_elements(tp) for g in self.groups) * self.cache_format.element_bytes
+        return sum(g.num_layers * self.layer_cache_bytes(g, tp) for g in self.groups)
+
+    def layer_cache_bytes(self, group: LayerGroup, tp: int = 1) -> float:
+        """Bytes cached per token by one layer of `group`."""
+        fmt, attention = self.cache_format, group.attention
+        return attention.cache_elements(tp) * fmt.element_bytes + attention.cache_vectors(tp) * fmt.vector_bytes
 
     def kv_bytes(self, context: int, tp: int = 1) -> float:
         """Bytes that a sequence of `context` tokens keeps cached: windowed layers keep at most their window."""
         self._need_layers("KV bytes")
-        elements = sum(
-            g.num_layers * g.attention.cache_elements(tp) * min(context, g.attention.window or context)
+        return sum(
+            g.num_layers * self.layer_cache_bytes(g, tp) * min(context, g.attention.window or context)
             for g in self.groups
         )
-        return elements * self.cache_format.element_bytes
 
     # --- FLOPs --------------------------------------------------------------------------------------------------
 
@@ -318,11 +331,10 @@ class ModelShape:
     def decode_kv_read_bytes(self, num_input: int, num_output: int) -> float:
         """KV bytes that the decode steps of one request read, summed over its `num_output - 1` steps."""
         self._need_layers("KV reads")
-        elements = sum(
-            g.num_layers * g.attention.cache_elements() * attended(num_output - 1, num_input, g.attention.window)
+        return sum(
+            g.num_layers * self.layer_cache_bytes(g) * attended(num_output - 1, num_input, g.attention.window)
             for g in self.groups
         )
-        return elements * self.cache_format.element_bytes
 
     # --- variants -----------------------------------------------------------------------------------------------
 

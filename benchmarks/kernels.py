@@ -25,6 +25,7 @@ from pellucid.kernels.cpu import AttentionBatch, CpuKernels, PackedWeight, Weigh
 SHAPES = {"135m": (576, 9, 3, 64, 1536, 30), "1.1b": (2048, 32, 4, 64, 5632, 22)}
 ROWS = (1, 8, 32, 512)
 FORMATS: tuple[WeightFormat, ...] = ("bf16", "int8", "q8", "q4")
+LARGE = ((2048, 2048), (2048, 5632))  # inputs, outputs
 
 
 def best_seconds(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -79,6 +80,29 @@ def linear_lines(cpu: CpuKernels, shape: str, rounds: int) -> list[dict[str, obj
     return lines
 
 
+def large_lines(cpu: CpuKernels, rounds: int) -> list[dict[str, object]]:
+    """Products of 512 rows, large enough to hide what goes on around them, beside what the tiles do at best."""
+    lines: list[dict[str, object]] = []
+    for inputs, outputs in LARGE:
+        x = torch.randn(512, inputs).bfloat16()
+        matrix = torch.randn(outputs, inputs)
+        weights = {name: PackedWeight.from_tensor([matrix], name) for name in FORMATS}
+        jobs: dict[str, Callable[[], object]] = {
+            name: lambda x=x, weight=weight: cpu.linear(x, weight) for name, weight in weights.items()
+        }
+        peaks, best = {"bf16": 0.0, "int8": 0.0}, dict.fromkeys(jobs, float("inf"))
+        for _ in range(rounds):
+            peaks = {name: max(peak, cpu.probe(name, seconds=0.02)) for name, peak in peaks.items()}
+            best = {name: min(best[name], seconds) for name, seconds in best_seconds(jobs, 3).items()}
+        for name, seconds in best.items():
+            rate = 2 * 512 * inputs * outputs / seconds
+            line: dict[str, object] = {"what": f"512 x {inputs} x {outputs} {name}", "rows": 512}
+            line |= {"milliseconds": seconds * 1e3, "teraflops": rate / 1e12}
+            line |= {f"of {of} tile peak": rate / peak if peak else None for of, peak in peaks.items()}
+            lines.append(line)
+    return lines
+
+
 def attention_lines(cpu: CpuKernels, shape: str, rounds: int) -> list[dict[str, object]]:
     _, heads, kv_heads, dim, _, _ = SHAPES[shape]
     lines: list[dict[str, object]] = []
@@ -117,7 +141,8 @@ def main() -> None:
     cpu = CpuKernels(threads=options.threads)
     torch.set_num_threads(cpu.num_threads)
     with torch.inference_mode():
-        lines = linear_lines(cpu, options.shape, options.rounds) + attention_lines(cpu, options.shape, options.rounds)
+        lines = linear_lines(cpu, options.shape, options.rounds) + large_lines(cpu, options.rounds)
+        lines += attention_lines(cpu, options.shape, options.rounds)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
     ).stdout.strip()

@@ -141,7 +141,9 @@ void Decoder::sample(Team& team, const StepBatch& batch, const float* scores) {
 
 void Decoder::linear(Team& team, const RowPlan& plan, const Linear& map, int64_t rows) {
   const Weight& weight = map.sections.front();  // the others meet the same panel
-  const Preparation preparation = preparation_for(kernels_, weight.format, rows, shape_.deterministic);
+  // Errors of queries and keys move the attention, those of the head are errors of the scores: both cost more than they save.
+  const bool sliced = map.phase != kQkv && map.phase != kHead && can_be_sliced(weight.format);
+  const Preparation preparation = preparation_for(kernels_, weight.format, rows, shape_.deterministic, sliced);
   const Panel panel = panels_.panel(preparation, rows, weight.k_padded, plan.own_rows() ? plan.rows_of(team).begin : 0);
   prepare_phase(team, kernels_, plan, {map.x, Dtype::f32, weight.k, weight.k, map.norm, shape_.epsilon, panel});
   plan.barrier(team);

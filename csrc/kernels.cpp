@@ -9,6 +9,7 @@
 #include "sampling.h"
 #include "simd.h"
 #if defined(__AMX_TILE__)
+#include "slices.h"
 #include "tile_attention.h"
 #include "tiles.h"
 #endif
@@ -24,6 +25,7 @@ namespace {
 
 void matmul(const MatmulArgs& a, Range rows, Range pairs, std::byte* scratch) {
 #if defined(__AMX_TILE__)
+  if (a.panel.preparation == Preparation::slice8) return sliced_matmul(a, rows, pairs, scratch);
   if (a.panel.preparation == Preparation::row8) return tile_matmul<true>(a, rows, pairs, scratch);
   if (a.panel.preparation != Preparation::group8) return tile_matmul<false>(a, rows, pairs, scratch);
 #endif

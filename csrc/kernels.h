@@ -14,6 +14,11 @@ constexpr int64_t kBlock = 16;      // columns of a block; rows of a tile
 constexpr int64_t kGroup = 32;      // inputs that share a scale in the grouped formats
 constexpr int64_t kStepBytes = 64;  // one row of a tile: 64 int8 or 32 bfloat16 values
 
+// Slices of the inputs that share a scale in products of many rows: three int8 tiles deep (csrc/slices.h).
+constexpr int64_t kSliceInputs = 192;
+constexpr int64_t kSliceBytes = 3 * 1024;
+constexpr int64_t num_slices(int64_t k_padded) { return (k_padded + kSliceInputs - 1) / kSliceInputs; }
+
 // How weights lie in memory. Inside a block, in order of k:
 //   bf16     tiles of 32 inputs: [16 pairs][16 columns][2] bfloat16
 //   int8     tiles of 64 inputs: [16 quads][16 columns][4] bytes, value + 128; one scale per column
@@ -61,22 +66,25 @@ struct Weight {
 //   quad16  the same, but of every four inputs the two in the middle change places: the order in which grouped weights unpack
 //   row8    rows in tiles [row block][k step][16 rows][64] of int8, one scale per row
 //   group8  [row][k] int8, one scale per row and group of 32
-enum class Preparation : int32_t { bf16, quad16, row8, group8 };
+//   slice8  rows in tiles [row block][slice][16 rows][64] of int8, one scale per row and slice, up to an even number of blocks
+enum class Preparation : int32_t { bf16, quad16, row8, group8, slice8 };
 
 struct Panel {
   Preparation preparation;
   int64_t rows, k_padded;
   uint8_t* data;   // panel_bytes()
-  float* scale;    // row8: [rows]; group8: [rows][k / 32]
+  float* scale;    // row8: [rows]; group8: [rows][k / 32]; slice8: [row block][slice][16 rows]
   int32_t* sum;    // of the quantised values; row8: [rows]; group8: [rows][k / 32][2], of a group's first half and of all
 };
 
-constexpr int64_t panel_bytes(Preparation preparation, int64_t rows, int64_t k_padded) {
-  return preparation == Preparation::group8 ? rows * k_padded
-                                            : round_up(rows, kBlock) * k_padded * (preparation == Preparation::row8 ? 1 : 2);
+// Of one row.
+constexpr int64_t panel_bytes(Preparation preparation, int64_t k_padded) {
+  return preparation == Preparation::slice8                                          ? num_slices(k_padded) * kSliceBytes / kBlock
+         : preparation == Preparation::bf16 || preparation == Preparation::quad16 ? 2 * k_padded
+                                                                                     : k_padded;
 }
-constexpr int64_t panel_scales(Preparation preparation, int64_t rows, int64_t k_padded) {
-  return preparation == Preparation::group8 ? rows * (k_padded / kGroup) : round_up(rows, kBlock);
+constexpr int64_t panel_scales(Preparation preparation, int64_t k_padded) {
+  return preparation == Preparation::slice8 ? num_slices(k_padded) : preparation == Preparation::group8 ? k_padded / kGroup : 1;
 }
 constexpr int64_t sums_per_scale(Preparation preparation) { return preparation == Preparation::group8 ? 2 : 1; }
 

@@ -60,8 +60,9 @@ class Cpu {
               uintptr_t bias, bool gated) {
     const Weight weight = packed.view();
     panels_.reserve(rows, weight.k);
-    const Panel panel = panels_.panel(preparation_for(kernels_, weight.format, rows, deterministic_), rows,
-                                      weight.k_padded);
+    const Preparation preparation =
+        preparation_for(kernels_, weight.format, rows, deterministic_, can_be_sliced(weight.format));
+    const Panel panel = panels_.panel(preparation, rows, weight.k_padded);
     const PrepareArgs prepare{at<void>(x), dtype_of(x_bf16), weight.k, weight.k, nullptr, 0.0f, panel};
     const Store store = gated ? Store::silu_mul : y_bf16 ? Store::bf16 : Store::f32;
     const MatmulArgs matmul{weight, panel, at<float>(bias), store, at<void>(y), gated ? weight.n / 2 : weight.n};

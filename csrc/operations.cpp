@@ -17,30 +17,31 @@ const Kernels& kernels_for(Isa isa) {
   return kernels_portable();
 }
 
-Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic) {
+Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic, bool sliced) {
   if (format == Format::bf16) return Preparation::bf16;
   if (format == Format::int8) return Preparation::row8;
-  const bool tiles = kernels.has_tiles && (rows >= kTileRows || deterministic);
-  return tiles ? Preparation::quad16 : Preparation::group8;
+  if (!kernels.has_tiles) return Preparation::group8;
+  if (deterministic) return Preparation::quad16;
+  if (rows >= kSliceRows && sliced) return Preparation::slice8;
+  return rows >= kTileRows ? Preparation::quad16 : Preparation::group8;
 }
 
 void PanelRoom::reserve(int64_t rows, int64_t widest_k) {
   widest_k_ = round_up(widest_k, 64);
-  data_.reserve(static_cast<size_t>(panel_bytes(Preparation::bf16, rows, widest_k_)));
-  const int64_t scales = std::max(panel_scales(Preparation::row8, rows, widest_k_),
-                                  panel_scales(Preparation::group8, rows, widest_k_));
-  scale_.reserve(static_cast<size_t>(scales) * sizeof(float));
-  sum_.reserve(static_cast<size_t>(2 * scales) * sizeof(int32_t));
+  row_bytes_ = std::max(panel_bytes(Preparation::bf16, widest_k_), panel_bytes(Preparation::slice8, widest_k_));
+  const int64_t whole = round_up(rows, 2 * kBlock);
+  data_.reserve(static_cast<size_t>(whole * row_bytes_));
+  const auto scales = static_cast<size_t>(whole * panel_scales(Preparation::group8, widest_k_));
+  scale_.reserve(scales * sizeof(float));
+  sum_.reserve(2 * scales * sizeof(int32_t));
 }
 
 Panel PanelRoom::panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row) const {
-  const int64_t row_bytes = panel_bytes(preparation, kBlock, k_padded) / kBlock;
-  const int64_t row_scales = preparation == Preparation::group8 ? k_padded / kGroup : 1;
-  const int64_t skipped = first_row * (widest_k_ / kGroup - row_scales);
+  const int64_t skipped = first_row * (widest_k_ / kGroup - panel_scales(preparation, k_padded));
   return {preparation,
           rows,
           k_padded,
-          data_.as<uint8_t>() + first_row * (2 * widest_k_ - row_bytes),
+          data_.as<uint8_t>() + first_row * (row_bytes_ - panel_bytes(preparation, k_padded)),
           scale_.as<float>() + skipped,
           sum_.as<int32_t>() + skipped * sums_per_scale(preparation)};
 }

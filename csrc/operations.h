@@ -46,8 +46,16 @@ class RowPlan {
 // From how many rows on grouped weights become tiles instead of being multiplied group by group: where both took equally
 // long on a Sapphire Rapids core.
 constexpr int64_t kTileRows = 9;
+// And from how many on they become int8 ones. Fewer rows wait for the weights, and bfloat16 loses less.
+constexpr int64_t kSliceRows = 65;
 
-Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic);
+// Which weights slices.h makes int8 tiles of.
+constexpr bool can_be_sliced(Format format) {
+  return format == Format::q8 || format == Format::q4 || format == Format::q4_min;
+}
+
+// `sliced`: the weight can be, and its product bears activations of 8 bits per row and slice.
+Preparation preparation_for(const Kernels& kernels, Format format, int64_t rows, bool deterministic, bool sliced);
 
 // Room for one prepared panel; products one after another share it.
 class PanelRoom {
@@ -60,7 +68,7 @@ class PanelRoom {
   Panel panel(Preparation preparation, int64_t rows, int64_t k_padded, int64_t first_row = 0) const;
 
  private:
-  int64_t widest_k_ = 0;
+  int64_t widest_k_ = 0, row_bytes_ = 0;
   Buffer data_, scale_, sum_;
 };
 

@@ -103,6 +103,22 @@ void quantize_row(const float* x, int64_t row, const Panel& panel) {
   panel.sum[row] = sum_of_ints(total);
 }
 
+// The last slice may be short: the rest of its tiles is zero.
+void quantize_slices(const float* x, int64_t row, const Panel& panel) {
+  const int64_t slices = num_slices(panel.k_padded), block = row / kBlock * slices;
+  for (int64_t slice = 0; slice < slices; ++slice) {
+    const float* from = x + slice * kSliceInputs;
+    const int64_t left = panel.k_padded - slice * kSliceInputs, count = left < kSliceInputs ? left : kSliceInputs;
+    const float top = largest_magnitude(from, count);
+    const Floats inverse = splat(top > 0 ? 127.0f / top : 0.0f);
+    uint8_t* to = panel.data + (block + slice) * kSliceBytes + row % kBlock * kStepBytes;
+    for (int64_t i = 0; i < count; i += 16)
+      quantize16(from + i, inverse, reinterpret_cast<int8_t*>(to + i / 64 * 1024 + i % 64));
+    for (int64_t i = count; i < kSliceInputs; i += 64) __builtin_memset(to + i / 64 * 1024, 0, 64);
+    panel.scale[(block + slice) * kBlock + row % kBlock] = top / 127.0f;
+  }
+}
+
 template <bool kQuads>
 void round_row(const float* x, int64_t row, const Panel& panel) {
   const int64_t steps = panel.k_padded / 32;
@@ -126,6 +142,7 @@ void prepare(const PrepareArgs& a, Range rows, std::byte* scratch) {
       case Preparation::quad16: round_row<true>(x, row, a.panel); break;
       case Preparation::row8: quantize_row(x, row, a.panel); break;
       case Preparation::group8: quantize_groups(x, row, a.panel); break;
+      case Preparation::slice8: quantize_slices(x, row, a.panel); break;
     }
   }
 }

@@ -41,6 +41,11 @@ template <int kTile>
 inline void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
 }
+// The same for what passes once: it does not push the rest out of the first-level cache.
+template <int kTile>
+inline void load_tile_once(const void* from, int64_t stride = 64) {
+  asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(from), "r"(stride) : "memory");
+}
 template <int kTile>
 inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(kTile), "r"(to), "r"(stride) : "memory");
@@ -48,6 +53,10 @@ inline void store_tile(void* to, int64_t stride) {
 template <int kSum, int kRows, int kColumns>
 inline void multiply_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
+}
+template <int kSum, int kRows, int kColumns>
+inline void multiply_int8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kRows), "i"(kColumns));
 }
 
 }  // namespace

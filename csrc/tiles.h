@@ -2,8 +2,8 @@
 // one row, where memory is the limit, and five hundred, where the multiplier is.
 //
 // bfloat16 and int8 weights are stored as tiles. Grouped weights become bfloat16 in this thread's scratch while they are read:
-// for few rows just before their product (Ring), for many 32 columns at a time (Columns). (Int8 tiles would be twice as fast, but they need one scale per
-// row of activations: that cost 4 % of perplexity on a 135M model, bfloat16 0.1 %.)
+// for few rows just before their product (Ring), for many 32 columns at a time (Columns). Where rounding to 8 bits is allowed,
+// many rows of grouped weights go another way (slices.h).
 #pragma once
 
 #include <immintrin.h>
@@ -227,8 +227,17 @@ class Columns {
   if constexpr (kInt8) _tile_dpbsud(sum, x, w); \
   else _tile_dpbf16ps(sum, x, w)
 
+// So many rows do not stay in the first-level cache until the next columns, so they are kept from driving out the present ones.
+constexpr int64_t kPassingRows = 4 * kBlock + 1;
+
+template <int kTile, bool kPassing>
+inline void load_rows(const uint8_t* from) {
+  if constexpr (kPassing) load_tile_once<kTile>(from);
+  else load_tile<kTile>(from, 64);
+}
+
 // Two row tiles against two column tiles: each loaded tile is used twice. `columns` is a Ring or Columns.
-template <bool kInt8, class Source>
+template <bool kInt8, bool kPassing, class Source>
 void multiply_2x2(const uint8_t* top, const uint8_t* bottom, int64_t steps, Source& columns, Sums* out) {
   _tile_zero(0);
   _tile_zero(1);
@@ -236,9 +245,9 @@ void multiply_2x2(const uint8_t* top, const uint8_t* bottom, int64_t steps, Sour
   _tile_zero(3);
   for (int64_t step = 0; step < steps; ++step) {
     _tile_loadd(6, columns.left(step), 64);
-    _tile_loadd(4, top + step * 1024, 64);
+    load_rows<4, kPassing>(top + step * 1024);
     PELLUCID_MULTIPLY(0, 4, 6);
-    _tile_loadd(5, bottom + step * 1024, 64);
+    load_rows<5, kPassing>(bottom + step * 1024);
     PELLUCID_MULTIPLY(2, 5, 6);
     _tile_loadd(7, columns.right(step), 64);
     PELLUCID_MULTIPLY(1, 4, 7);
@@ -292,22 +301,40 @@ inline void finish_columns(const MatmulArgs& a, const Sums& sums, int64_t r, con
 }
 
 // The common case, in registers: all 32 columns exist and there is no bias.
-template <bool kInt8, Store kStore>
-void store_whole(const MatmulArgs& a, const Sums& sums, const Unstored& at) {
-  for (int64_t r = 0; r < at.rows; ++r) {
-    Floats left, right;
-    finish_columns<kInt8>(a, sums, r, at, &left, &right);
+template <Store kStore>
+struct StoreWhole {
+  const MatmulArgs& a;
+  void operator()(int64_t row, int64_t pair, Floats left, Floats right) const {
     if constexpr (kStore == Store::silu_mul) {
-      store(static_cast<float*>(a.y) + (at.row + r) * a.ld + at.pair * kBlock, silu(left) * right);
+      store(static_cast<float*>(a.y) + row * a.ld + pair * kBlock, silu(left) * right);
     } else if constexpr (kStore == Store::bf16) {
-      uint16_t* y = static_cast<uint16_t*>(a.y) + (at.row + r) * a.ld + at.pair * kPair;
+      uint16_t* y = static_cast<uint16_t*>(a.y) + row * a.ld + pair * kPair;
       store_bf16(y, left);
       store_bf16(y + kBlock, right);
     } else {
-      float* y = static_cast<float*>(a.y) + (at.row + r) * a.ld + at.pair * kPair;
+      float* y = static_cast<float*>(a.y) + row * a.ld + pair * kPair;
       store(y, kStore == Store::add ? load(y) + left : left);
       store(y + kBlock, kStore == Store::add ? load(y + kBlock) + right : right);
     }
+  }
+};
+
+struct StoreAny {
+  const MatmulArgs& a;
+  void operator()(int64_t row, int64_t pair, Floats left, Floats right) const {
+    Product product;
+    store(product.v[0], left);
+    store(product.v[0] + kBlock, right);
+    store_product(a, product, row, 1, pair);
+  }
+};
+
+template <bool kInt8, class Finish>
+void store_rows(const MatmulArgs& a, const Sums& sums, const Unstored& at, const Finish& finish) {
+  for (int64_t r = 0; r < at.rows; ++r) {
+    Floats left, right;
+    finish_columns<kInt8>(a, sums, r, at, &left, &right);
+    finish(at.row + r, at.pair, left, right);
   }
 }
 
@@ -316,20 +343,13 @@ void store_sums(const MatmulArgs& a, const Sums& sums, const Unstored& at) {
   if (at.rows == 0) return;
   if (!a.bias && (at.pair + 1) * kPair <= a.weight.n) {
     switch (a.store) {
-      case Store::f32: return store_whole<kInt8, Store::f32>(a, sums, at);
-      case Store::bf16: return store_whole<kInt8, Store::bf16>(a, sums, at);
-      case Store::add: return store_whole<kInt8, Store::add>(a, sums, at);
-      case Store::silu_mul: return store_whole<kInt8, Store::silu_mul>(a, sums, at);
+      case Store::f32: return store_rows<kInt8>(a, sums, at, StoreWhole<Store::f32>{a});
+      case Store::bf16: return store_rows<kInt8>(a, sums, at, StoreWhole<Store::bf16>{a});
+      case Store::add: return store_rows<kInt8>(a, sums, at, StoreWhole<Store::add>{a});
+      case Store::silu_mul: return store_rows<kInt8>(a, sums, at, StoreWhole<Store::silu_mul>{a});
     }
   }
-  Product product;
-  for (int64_t r = 0; r < at.rows; ++r) {
-    Floats left, right;
-    finish_columns<kInt8>(a, sums, r, at, &left, &right);
-    store(product.v[0], left);
-    store(product.v[0] + kBlock, right);
-    store_product(a, product, at.row + r, 1, at.pair);
-  }
+  store_rows<kInt8>(a, sums, at, StoreAny{a});
 }
 
 // Storing lags one pair of tiles behind multiplying, so that the vector units store while the tiles multiply.
@@ -344,8 +364,10 @@ class TileRows {
       const int64_t count = rows.end - row < 2 * kBlock ? rows.end - row : 2 * kBlock;
       const uint8_t* top = a_.panel.data + row * steps_ * kStepBytes;
       const uint8_t* bottom = top + kBlock * steps_ * kStepBytes;
-      if (count > kBlock) multiply_2x2<kInt8>(top, bottom, steps_, columns, &sums_[turn_]);
-      else multiply_1x2<kInt8>(top, steps_, columns, &sums_[turn_]);
+      const bool passing = rows.end - rows.begin >= kPassingRows;
+      if (count <= kBlock) multiply_1x2<kInt8>(top, steps_, columns, &sums_[turn_]);
+      else if (passing) multiply_2x2<kInt8, true>(top, bottom, steps_, columns, &sums_[turn_]);
+      else multiply_2x2<kInt8, false>(top, bottom, steps_, columns, &sums_[turn_]);
       turn_ = 1 - turn_;
       store_sums<kInt8>(a_, sums_[turn_], unstored_);
       unstored_ = {row, count, pair};

@@ -43,16 +43,18 @@ def stored_values(weight: PackedWeight, kernels: CpuKernels) -> torch.Tensor:
 
 def assert_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, share: float) -> None:
     expected = x.double() @ w.T
-    bound = share * x.double().norm(dim=1, keepdim=True) * w.norm(dim=1) + 1e-30
+    # The last term: bfloat16 tiles of grouped weights lose the last bits of what is far below the matrix's largest value.
+    size = x.double().norm(dim=1, keepdim=True)
+    bound = size * (share * w.norm(dim=1) + 2.0**-16 * w.abs().max()) + 1e-30
     worst = ((y.double() - expected).abs() / bound).max().item() if y.numel() else 0.0
     assert worst <= 1.0, f"error is {worst:.2f} of the bound"
 
 
 @settings(max_examples=12, deadline=None)
 @given(
-    rows=st.sampled_from([0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65]),
+    rows=st.sampled_from([0, 1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 80, 97, 192, 250]),
     outputs=st.integers(1, 100),
-    inputs=st.integers(1, 200),
+    inputs=st.integers(1, 800),
     weight_format=st.sampled_from(sorted(SHARES)),
     scale=st.sampled_from([1e-4, 1.0, 1e4]),
     bf16=st.booleans(),
@@ -84,7 +86,7 @@ def dequantized(raw: np.ndarray, storage: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("storage", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("rows", [1, 8, 40, 70])
 def test_gguf_rows_keep_their_values_exactly(kernels, storage, rows) -> None:
     w = np.random.default_rng(2).standard_normal((80, 96)).astype(np.float32)
     raw = gguf.quants.quantize(w, gguf.GGMLQuantizationType[storage])
@@ -144,7 +146,7 @@ def test_gated_and_deterministic_products_of_bits_above_nibbles(storage) -> None
 
 
 @pytest.mark.parametrize("weight_format", ["bf16", "int8", "q8", "q4"])
-@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("rows", [1, 20, 90])
 def test_gated_product_is_silu_of_gate_times_up(kernels, weight_format, rows) -> None:
     generator = torch.Generator().manual_seed(6)
     gate, up = (torch.randn(48, 64, generator=generator) / 8 for _ in range(2))

@@ -2,7 +2,8 @@
 
 Tolerance of attention: probabilities and values are bfloat16 (2^-9 each) and the exponential is good to 1e-4, so a
 result is within 0.01 of the largest value attended. Rotation is float32, rounded once to bfloat16. With an int8 cache
-the oracle attends what the reference makes of int8; chunks on tiles round its keys to bfloat16 once more, hence 0.02.
+the oracle attends what the reference makes of int8; chunks on tiles round its keys to bfloat16 once more, hence 0.02
+and what that does to large scores.
 """
 
 from __future__ import annotations
@@ -94,7 +95,12 @@ class Scene:
 
     def check(self, out: torch.Tensor) -> None:
         largest = max(v.abs().max().item() for v in self.values)
-        assert (out - self.expected()).abs().max() <= TOLERANCE[self.cache[0].dtype] * largest
+        tolerance = TOLERANCE[self.cache[0].dtype]
+        if self.cache[0].dtype == torch.int8:
+            # A key's rounding moves a score by at most 2^-9 |q| |k| / sqrt(D), and a result by half of that.
+            queries, keys = (max(x.float().norm(dim=-1).max().item() for x in xs) for xs in ([self.queries], self.keys))
+            tolerance += 2.0**-10 * queries * keys * self.head_dim**-0.5
+        assert (out - self.expected()).abs().max() <= tolerance * largest
 
     def expected(self) -> torch.Tensor:
         out, row = [], 0

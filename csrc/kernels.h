@@ -56,7 +56,7 @@ struct Weight {
   int64_t n_padded, k_padded;  // as packed
   const uint8_t* data;
   const float* column_scale;   // int8: one per column, else null
-  float unit;                  // grouped formats: a power of 16; no value reaches two units
+  float unit;                  // grouped formats: a power of 16; no value reaches 1.99 units
 
   const uint8_t* block(int64_t index) const { return data + index * block_bytes(format, k_padded); }
 };

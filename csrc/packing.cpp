@@ -145,11 +145,12 @@ PackedWeight::PackedWeight(Format format, int64_t n, int64_t k) {
   view_ = {format, n, k, n_padded, k_padded, data_.as<uint8_t>(), column_scale_.as<float>(), 1.0f};
 }
 
-// The unit is the smallest power of 16 that the largest value allows: matrices of about one size share it.
+// The unit is the smallest power of 16 that the largest value allows: matrices of about one size share it. Reckoned in float16
+// and lifted by half a step (csrc/tiles.h) the value may come out a two-hundredth larger, and two units would be lost.
 void PackedWeight::make_room_for(float magnitude) {
   if (!(magnitude > largest_) || !std::isfinite(magnitude)) return;
   largest_ = magnitude;
-  view_.unit = std::exp2(4.0f * std::floor((std::log2(magnitude) + 3.0f) / 4.0f));
+  view_.unit = std::exp2(4.0f * std::floor((std::log2(1.01f * magnitude) + 3.0f) / 4.0f));
 }
 
 uint8_t* PackedWeight::group_at(int64_t row, int64_t group, Placement to) const {

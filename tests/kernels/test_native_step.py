@@ -35,7 +35,7 @@ from pellucid.runtime.sampler import uniforms  # noqa: E402
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, VOCAB, BLOCK = 96, 4, 2, 32, 144, 150, 16
 LEVELS = ("portable", "avx2", "avx512", "amx")
 AVAILABLE = LEVELS[: LEVELS.index(processors.native().best_isa()) + 1]
-SHARES = {"bf16": 0.02, "q8": 0.06, "q4": 0.06, "int8": 0.06, "mixed": 0.06}
+SHARES = {"bf16": 0.02, "q8": 0.05, "q4": 0.05, "int8": 0.06, "mixed": 0.05}
 INT8_CACHE_SHARE = 0.01  # more, where keys and values are int8
 MIXTURE = ("Q5_1", "Q4_0", "Q8_0")  # of query, key and value in "mixed", whose other weights are q8
 FORMATS = {"mixed": "q8"}

@@ -99,7 +99,7 @@ class Scheduler:
         self.misses = MissBook(self.kv.tree, config.block_size)
         self.room = Room(config, self.kv, self.running, self.waiting, self.book, self.pressure)
         self._set_shares(config.tenants)
-        self.claims = PrefixClaims(config.block_size)
+        self.claims = PrefixClaims(config.block_size, config.prefix_wait_steps)
         self.in_flight: deque[Launched] = deque()
         self._head: Sequence | None = None  # the waiting sequence that did not fit and is being passed by others
         self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap of what waits
@@ -327,7 +327,7 @@ class Scheduler:
         if self.room.at_tenant_limit(sequence):
             self.ledgers.waits(sequence, ledger.TENANT_LIMIT)
             return False
-        match = self._match_unless_awaiting(sequence)
+        match = self.claims.match(sequence, self.kv)
         if match is None:
             self.ledgers.waits(sequence, ledger.SHARED_PREFIX)
             return False
@@ -355,20 +355,6 @@ class Scheduler:
     def _max_overtakes(self, head: Sequence) -> int:
         """Who was preempted is passed by nobody: newcomers would evict what is still cached of it."""
         return 0 if head.num_preemptions else self.config.max_overtakes
-
-    def _match_unless_awaiting(self, sequence: Sequence) -> PrefixMatch | None:
-        """The sequence's cached prefix, or None while another sequence is computing the block that would follow it."""
-        patient = sequence.num_waited_steps < self.config.prefix_wait_steps
-        if patient and sequence.awaited is not None and self.claims.stands(sequence.awaited):
-            sequence.num_waited_steps += 1
-            return None
-        match = self.kv.match(sequence)
-        sequence.awaited = self.claims.awaited(sequence, match, self.kv.match_limit(sequence))
-        if patient and sequence.awaited is not None:
-            sequence.num_waited_steps += 1
-            return None
-        sequence.awaited = None
-        return match
 
     def _start(self, sequence: Sequence, match: PrefixMatch, now: float) -> None:
         self.waiting.remove(sequence)

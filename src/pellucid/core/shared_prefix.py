@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pellucid.core.kv_manager import PrefixMatch
+from pellucid.core.kv_manager import KVManager, PrefixMatch
 from pellucid.core.sequence import Claim, Sequence
 
 
 class PrefixClaims:
-    """At most one claim per sequence, and one holder per claim."""
+    """At most one claim per sequence, and one holder per claim. Nobody waits for more than `wait_steps` steps."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int, wait_steps: int) -> None:
+        self._block_size, self._wait_steps = block_size, wait_steps
         self._holders: dict[Claim, Sequence] = {}
         self._claims: dict[int, Claim] = {}
 
@@ -41,7 +41,21 @@ class PrefixClaims:
         if claim is not None:
             del self._holders[claim]
 
-    def awaited(self, sequence: Sequence, match: PrefixMatch, limit: int) -> Claim | None:
+    def match(self, sequence: Sequence, kv: KVManager) -> PrefixMatch | None:
+        """The sequence's cached prefix, or None while another sequence is computing the block that would follow it."""
+        patient = sequence.num_waited_steps < self._wait_steps
+        if patient and sequence.awaited is not None and sequence.awaited in self._holders:
+            sequence.num_waited_steps += 1
+            return None
+        match = kv.match(sequence)
+        sequence.awaited = self._awaited(sequence, match, kv.match_limit(sequence))
+        if patient and sequence.awaited is not None:
+            sequence.num_waited_steps += 1
+            return None
+        sequence.awaited = None
+        return match
+
+    def _awaited(self, sequence: Sequence, match: PrefixMatch, limit: int) -> Claim | None:
         """The claim of somebody who is computing the block after `match` for `sequence`, whose first `limit` tokens
         may come from the cache."""
         index = match.num_blocks
@@ -49,10 +63,6 @@ class PrefixClaims:
             return None
         claim = (match.nodes[-1] if index else sequence.namespace, sequence.key(index))
         return claim if claim in self._holders else None
-
-    def stands(self, claim: Claim) -> bool:
-        """Whether somebody still holds `claim`."""
-        return claim in self._holders
 
     def held_only_by(self, running: Mapping[int, Sequence]) -> bool:
         """Whether every claim is of a sequence in `running` (by id), and the two views of the claims agree."""

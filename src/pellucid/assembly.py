@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pellucid.core.config import SchedulerConfig
+from pellucid.core.cost import FittedCost, features_of
 from pellucid.core.errors import ConfigError
 from pellucid.core.input_log import InputLog
+from pellucid.core.plan import Chunk, StepPlan
 from pellucid.core.scheduler import Scheduler
 from pellucid.engine.engine import Engine
 from pellucid.planner.profile import state_directory
@@ -24,7 +26,9 @@ from pellucid.runtime.loading import load_libraries
 from pellucid.settings import EngineSettings
 from pellucid.telemetry.recorder import StepRecorder
 
-_WARM_TOKENS = 1024  # enough for the usual budgets; without chunked prefill a budget is a whole context
+# As long a chunk may delay a start. A large model on a slow machine takes seconds for a whole budget, beside which the
+# fresh memory that its first requests would wait for is nothing.
+_WARM_SECONDS = 0.5
 
 
 def build_engine(
@@ -50,7 +54,7 @@ def build_engine(
     progress("warming up")
     warm_up(
         executor,
-        num_tokens=min(scheduler.token_budget, _WARM_TOKENS),
+        num_tokens=_warm_tokens(scheduler),
         num_sequences=scheduler.max_running,
         block_size=scheduler.block_size,
         num_blocks=scheduler.num_blocks,
@@ -58,6 +62,14 @@ def build_engine(
     log = None if settings.input_log is None else InputLog(_json_lines(settings.input_log))
     recorder = _recorder(settings.step_records, scheduler.step_target)
     return Engine(Scheduler(scheduler, input_log=log), executor, time.monotonic, executor.describe(), recorder=recorder)
+
+
+def _warm_tokens(scheduler: SchedulerConfig) -> int:
+    """The widest chunk, up to the token budget, that is predicted to take no longer than `_WARM_SECONDS`."""
+    cost, count = FittedCost(scheduler.cost_prior), scheduler.token_budget
+    while count > 1 and cost.predict(features_of(StepPlan(0, (Chunk(0, 0, count, True),)))).seconds > _WARM_SECONDS:
+        count //= 2
+    return count
 
 
 def engine_builder(

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pellucid.cli.options import flag, flag_options
 from pellucid.cli.progress import stderr
 from pellucid.core.errors import ConfigError
 from pellucid.core.tenants import Tenant
@@ -32,34 +33,32 @@ DEFAULT_FILE = Path("tenants.toml")
 _DEFAULTS = Tenant("default")
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of a tenant, as `Tenant` has them."""
+
+    weight: float = flag(_DEFAULTS.weight, "Share of the service relative to the others.")
+    priority_ceiling: int | None = flag(None, "Lowest priority number, the most urgent one, that it may ask for.")
+    max_running: int | None = flag(None, "Most requests computed at once.")
+    max_waiting: int | None = flag(None, "Most requests queued at once.")
+    tokens_per_minute: int | None = flag(None, "Uncached prompt tokens and output tokens.")
+    kv_share: float = flag(_DEFAULTS.kv_share, "Part of the KV pool, above 0 and up to 1.")
+
+
 @app.command()
+@flag_options(Limits)
 def new(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, - and _.")],
     tenants: TenantsOption = DEFAULT_FILE,
-    weight: Annotated[float, typer.Option(help="Share of the service relative to the others.")] = _DEFAULTS.weight,
-    priority_ceiling: Annotated[
-        int | None, typer.Option(help="Lowest priority number, the most urgent one, that it may ask for.")
-    ] = None,
-    max_running: Annotated[int | None, typer.Option(help="Most requests computed at once.")] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Most requests queued at once.")] = None,
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Uncached prompt tokens and output tokens.")] = None,
-    kv_share: Annotated[float, typer.Option(help="Part of the KV pool, above 0 and up to 1.")] = _DEFAULTS.kv_share,
     public_prefix: Annotated[
         list[str] | None, typer.Option(help="Name of a public prefix that it shares; may be given several times.")
     ] = None,
+    *,
+    limits: Limits,
 ) -> None:
     """Add tenant NAME to the file and print its key, which is kept nowhere."""
-    limits = Tenant(
-        name,
-        weight=weight,
-        priority_ceiling=priority_ceiling,
-        max_running=max_running,
-        max_waiting=max_waiting,
-        tokens_per_minute=tokens_per_minute,
-        kv_share=kv_share,
-    )
     made = new_key()
-    add_tenant(tenants, TenantEntry(limits, (made.digest,), tuple(public_prefix or ())))
+    add_tenant(tenants, TenantEntry(Tenant(name, **asdict(limits)), (made.digest,), tuple(public_prefix or ())))
     print(made.key)
     _say(f"{tenants} has tenant {name} now. The line above is its key; it is kept nowhere, only its hash is.")
 

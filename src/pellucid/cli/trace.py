@@ -86,31 +86,36 @@ def lint_command(
     raise typer.Exit(1 if report.findings else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of a trace."""
+
+    model: str | None = flag(None, "A model as `pellucid plan` takes it, for the ladder.")
+    hardware: str | None = flag(None, "A device as `pellucid plan` takes it.")
+    exact: bool = flag(False, "Keep every block use: slower, no error bars.", flag="--exact")
+    cache_sizes: str = flag("", "Points of the capacity curve, in tokens.", metavar="N,N,...")
+    engine_block: int = flag(16, "Block size of the engine in mind.", min=1)
+
+    def question(self) -> Question:
+        sizes = tuple(_tokens(part) for part in self.cache_sizes.split(",")) if self.cache_sizes else ()
+        return Question(self.exact, sizes, self.engine_block, _ceilings(self.model, self.hardware))
+
+
 @app.command("analyze")
-@flag_options(Reading)
+@flag_options(Asked, Reading)
 def analyze_command(
     file: Input,
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model as `pellucid plan` takes it, for the ladder.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option("--hardware", help="A device as `pellucid plan` takes it.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write a page with figures.")] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Keep every block use: slower, no error bars.")] = False,
-    cache_sizes: Annotated[
-        str, typer.Option("--cache-sizes", metavar="N,N,...", help="Points of the capacity curve, in tokens.")
-    ] = "",
-    engine_block: Annotated[int, typer.Option("--engine-block", min=1, help="Block size of the engine in mind.")] = 16,
     as_json: AsJson = False,
     *,
+    asked: Asked,
     reading: Reading,
 ) -> None:
     """Lengths, arrivals, sessions, prefix reuse by each definition, the capacity curve, and the ladder of ceilings."""
-    trace = reading.open(file)
-    sizes = tuple(_tokens(part) for part in cache_sizes.split(",")) if cache_sizes else ()
-    question = Question(exact, sizes, engine_block, _ceilings(model, hardware))
+    trace, question = reading.open(file), asked.question()
     with progress_bars() as progress:
         result = analyze(trace, question, progress)
-    document = {**result.document, "model": model, "hardware": hardware}
+    document = {**result.document, "model": asked.model, "hardware": asked.hardware}
     if html is not None:
         from pellucid.workload.report import write_analysis
 

@@ -28,6 +28,9 @@ inline Query query_at(const AttentionArgs& a, const AttentionItem& item, int64_t
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
+// How many tokens the item's split from `begin` on has.
+inline int64_t split_tokens(const AttentionItem& item, int64_t begin) { return clamp(item.end - begin, 0, kSplit); }
+
 struct SplitSums {
   float maximum, total;  // of scores in powers of two; of the exponentials
 };
@@ -64,9 +67,8 @@ class PiecesAhead {
  public:
   PiecesAhead(const AttentionArgs& a, const AttentionItem* next) : bytes_(piece_bytes(a.cache_format, a.head_dim)) {
     if (!next || next->query_end - next->query_begin > kBlock) return;
-    const int64_t begin = next->split_begin * kSplit;
-    count_ = clamp((next->sequence->context - begin + kTokens - 1) / kTokens, 0, 2 * kPiecesAhead);
-    find_tokens(a, *next, begin, count_ * kTokens, &tokens_);
+    count_ = clamp((next->end - next->begin + kTokens - 1) / kTokens, 0, 2 * kPiecesAhead);
+    find_tokens(a, *next, next->begin, count_ * kTokens, &tokens_);
   }
   // To be called at the i-th of the pieces of the split at hand.
   void prefetch_one(const SplitTokens& tokens, int64_t i, int64_t pieces) {
@@ -133,9 +135,11 @@ void absorb(float* sums, SplitSums* so_far, const float* more, SplitSums split, 
   *so_far = {top, so_far->total * first_of(keep) + split.total * first_of(add)};
 }
 
+inline float* result_of(const AttentionArgs& a, const Query& q) { return a.out + q.row * a.ld + q.head * a.head_dim; }
+
 void write_result(const AttentionArgs& a, const Query& q, const float* sums, SplitSums all) {
   const Floats inverse = splat(1.0f / all.total);
-  float* to = a.out + q.row * a.ld + q.head * a.head_dim;
+  float* to = result_of(a, q);
   for (int64_t i = 0; i < a.head_dim; i += 16) store(to + i, load(sums + i) * inverse);
 }
 
@@ -152,16 +156,16 @@ void keep_part(const AttentionArgs& a, const AttentionItem& item, int64_t query,
   to[a.head_dim + 1] = all.total;
 }
 
-// Takes the result of one split of one query: folded into those before it in the same part.
-void take_split(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t split, const float* more,
+// Takes the result of one query in the split from `begin` on: folded into those before it in the same part.
+void take_split(const AttentionArgs& a, const AttentionItem& item, int64_t query, int64_t begin, const float* more,
                 SplitSums sums, float* so_far, SplitSums* so_far_sums) {
-  if (split == item.split_begin || (item.partial && split % item.part_splits == 0)) {
+  if (begin == item.begin || (item.partial && begin % item.part_tokens == 0)) {
     __builtin_memcpy(so_far, more, static_cast<size_t>(a.head_dim) * 4);
     *so_far_sums = sums;
   } else {
     absorb(so_far, so_far_sums, more, sums, a.head_dim);
   }
-  if (item.partial) keep_part(a, item, query, split / item.part_splits, so_far, *so_far_sums);
+  if (item.partial) keep_part(a, item, query, begin / item.part_tokens, so_far, *so_far_sums);
 }
 
 void merge(const AttentionArgs& a, const AttentionItem& item, int64_t query_begin, int64_t query_end) {
@@ -169,7 +173,7 @@ void merge(const AttentionArgs& a, const AttentionItem& item, int64_t query_begi
     const Query q = query_at(a, item, query);
     float* sums = partial_of(a, item, query, 0);
     SplitSums all{sums[a.head_dim], sums[a.head_dim + 1]};
-    for (int64_t part = 1; part * item.part_splits * kSplit < q.visible; ++part) {
+    for (int64_t part = 1; part * item.part_tokens < q.visible; ++part) {
       const float* more = partial_of(a, item, query, part);
       absorb(sums, &all, more, {more[a.head_dim], more[a.head_dim + 1]}, a.head_dim);
     }

@@ -17,6 +17,7 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kRowTile = 16;
 constexpr int64_t kUnitQueries = 2 * kRowTile;
 constexpr int64_t kUnitTokens = 64;
+constexpr int64_t kResultsAhead = 4;  // queries
 constexpr int64_t kUnitRuns = kUnitTokens / kRun, kUnitTiles = kUnitTokens / kTokens;
 
 // Ends an item that no others share: `sums` [query][head_dim].
@@ -134,10 +135,10 @@ void unpack_values(const AttentionArgs& a, int64_t tokens, const SplitTokens& at
 // computed, some lines at a time.
 class Ahead {
  public:
-  // The split's tokens, spread over `calls` calls of some(). `tokens` is room for where they lie.
-  Ahead(const AttentionArgs& a, const AttentionItem& item, int64_t split, int64_t calls, SplitTokens* tokens)
+  // The tokens of the split from `begin` on, spread over `calls` calls of some(). `tokens` is room for where they lie.
+  Ahead(const AttentionArgs& a, const AttentionItem& item, int64_t begin, int64_t calls, SplitTokens* tokens)
       : tokens_(tokens), lines_(piece_bytes(a.cache_format, a.head_dim) / 64) {
-    const int64_t begin = split * kSplit, count = clamp(item.sequence->context - begin, 0, kSplit);
+    const int64_t count = split_tokens(item, begin);
     find_tokens(a, item, begin, count, tokens);
     pieces_ = (count + kTokens - 1) / kTokens;
     step_ = (pieces_ * lines_ + calls - 1) / calls;
@@ -182,14 +183,14 @@ class ChunkItem {
   }
 
   void attend() {
-    for (int64_t split = item_.split_begin; split < item_.split_end; ++split) {
-      open(split);
+    for (begin_ = item_.begin; begin_ < item_.end; begin_ += kSplit) {
+      open();
       for (int64_t first = 0; first < count_; first += kUnitQueries) {
         const int64_t count = clamp(count_ - first, 0, kUnitQueries);
         if (count > kRowTile) attend_rows<2>(first, count);
         else attend_rows<1>(first, count);
       }
-      if (a_.deterministic) take_split_sums(split);
+      if (a_.deterministic) take_split_sums();
     }
     if (a_.deterministic) write_results(a_, item_, s_->sums, s_->so_far);
     else write_all();
@@ -198,10 +199,10 @@ class ChunkItem {
  private:
   int64_t dim() const { return kDim ? kDim : a_.head_dim; }
 
-  void open(int64_t split) {
-    begin_ = split * kSplit;
-    starts_ = a_.deterministic || split == item_.split_begin;
-    tokens_ = clamp(s_->visible[count_ - 1] - begin_, 0, kSplit);
+  // Finds the split from begin_ on.
+  void open() {
+    starts_ = a_.deterministic || begin_ == item_.begin;
+    tokens_ = clamp(s_->visible[count_ - 1] - begin_, 0, split_tokens(item_, begin_));
     find_tokens(a_, item_, begin_, tokens_, &s_->tokens);
     if (a_.cache_format == CacheFormat::int8) {
       unpack_keys(a_, tokens_, &s_->tokens, s_->keys);
@@ -210,14 +211,14 @@ class ChunkItem {
       join_values(a_, tokens_, s_->tokens, s_->values);
     }
     const int64_t calls = ((count_ + 1) / 2 + (count_ + 31) / 32 * 8) * ((tokens_ + kUnitTokens - 1) / kUnitTokens);
-    if (split + 1 < item_.split_end) ahead_ = Ahead(a_, item_, split + 1, calls, &s_->tokens_ahead);
-    else if (next_) ahead_ = Ahead(a_, *next_, next_->split_begin, calls, &s_->tokens_ahead);
+    if (begin_ + kSplit < item_.end) ahead_ = Ahead(a_, item_, begin_ + kSplit, calls, &s_->tokens_ahead);
+    else if (next_) ahead_ = Ahead(a_, *next_, next_->begin, calls, &s_->tokens_ahead);
     else ahead_ = Ahead();
   }
 
   template <int kTiles>
   void attend_rows(int64_t first, int64_t count) {
-    const int64_t all_see = s_->visible[first] - begin_, seen = clamp(s_->visible[first + count - 1] - begin_, 0, kSplit);
+    const int64_t all_see = s_->visible[first] - begin_, seen = clamp(s_->visible[first + count - 1] - begin_, 0, tokens_);
     if (seen == 0) return;
     Unit before = {};
     for (int64_t begin = 0; begin < seen; begin += kUnitTokens) {
@@ -413,21 +414,29 @@ class ChunkItem {
             sum_tile(query, dim() / 16)->rows[query % kRowTile][0]};
   }
 
-  void take_split_sums(int64_t split) {
+  void take_split_sums() {
     for (int64_t i = 0; i < count_; ++i) {
       if (s_->visible[i] <= begin_) continue;
       const SplitSums sums = sums_of(i);
-      take_split(a_, item_, item_.query_begin + i, split, s_->row, sums, s_->sums + i * dim(), &s_->so_far[i]);
+      take_split(a_, item_, item_.query_begin + i, begin_, s_->row, sums, s_->sums + i * dim(), &s_->so_far[i]);
     }
+  }
+
+  // Whoever reads results may be another thread, and writing waits until it gives their lines back.
+  void prefetch_result(int64_t i) const {
+    const int64_t query = item_.query_begin + i;
+    const float* to = item_.partial ? partial_of(a_, item_, query, item_.begin / item_.part_tokens)
+                                    : result_of(a_, query_at(a_, item_, query));
+    for (int64_t d = 0; d < dim(); d += 16) __builtin_prefetch(to + d, 1, 3);
   }
 
   void write_all() {
     for (int64_t i = 0; i < count_; ++i) {
-      if (s_->visible[i] <= item_.split_begin * kSplit) continue;
+      if (s_->visible[i] <= item_.begin) continue;
+      if (i + kResultsAhead < count_) prefetch_result(i + kResultsAhead);
       const SplitSums sums = sums_of(i);
-      const int64_t query = item_.query_begin + i;
-      if (item_.partial) keep_part(a_, item_, query, item_.split_begin / item_.part_splits, s_->row, sums);
-      else write_result(a_, query_at(a_, item_, query), s_->row, sums);
+      if (item_.partial) keep_part(a_, item_, item_.query_begin + i, item_.begin / item_.part_tokens, s_->row, sums);
+      else write_result(a_, query_at(a_, item_, item_.query_begin + i), s_->row, sums);
     }
   }
 

@@ -174,9 +174,9 @@ struct AttentionItem {
   const Sequence* sequence;
   int64_t kv_head;
   int64_t query_begin, query_end;  // in flattened rows: (row of the sequence) * group + head of the group
-  int64_t split_begin, split_end;
+  int64_t begin, end;              // tokens of the context
   float* partial;  // null: write the result. Otherwise [query][part][head_dim + 2]: sums, maximum, total per part
-  int64_t num_parts, part_splits;  // of the whole context, if `partial`
+  int64_t num_parts, part_tokens;  // of the whole context, if `partial`; a part is cut into splits from its beginning
 };
 
 // How one row is sampled: the filters apply in the order temperature, top-k, top-p, min-p, and are off at 0, 1 and 0.

@@ -63,81 +63,73 @@ void rope_phase(Team& team, const Kernels& kernels, const RowPlan& plan, const R
   if (rows.begin < rows.end) kernels.rope(args, rows);
 }
 
-AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, const AttentionShape& shape, int num_threads) {
-  const int64_t group = shape.num_heads / shape.num_kv_heads;
-  int64_t decodes = 0, chunk_queries = 0, partial_floats = 0;
+AttentionSchedule::AttentionSchedule(const std::vector<Sequence>& sequences, const AttentionShape& shape, int num_threads)
+    : group_(shape.num_heads / shape.num_kv_heads), kv_heads_(shape.num_kv_heads), head_dim_(shape.head_dim) {
+  int64_t decodes = 0, chunk_items = 0;
   for (const Sequence& s : sequences) {
-    decodes += s.num_rows * group <= kBlock;
-    chunk_queries += s.num_rows * shape.num_heads;
+    const int64_t queries = s.num_rows * group_;
+    if (queries <= kBlock) ++decodes;
+    else chunk_items += kv_heads_ * ((queries + kItemRows - 1) / kItemRows);
   }
-  // Enough items that no thread waits long for another; a context is shared only when there are few sequences.
-  const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * shape.num_kv_heads));
-  // Large items read keys and values less often, small ones keep every thread busy to the end.
-  int64_t item_rows = kItemRows;
-  while (item_rows > kItemRows / 8 && chunk_queries < 6 * num_threads * item_rows) item_rows /= 2;
+  // A context is shared by threads only when there are few sequences.
+  const int64_t shares = decodes == 0 ? 1 : std::max<int64_t>(1, 8 * num_threads / (decodes * kv_heads_));
+  const bool plenty = chunk_items >= kItemsPerThread * num_threads;
   for (const Sequence& s : sequences) {
-    const int64_t queries = s.num_rows * group, splits = (s.context + kSplit - 1) / kSplit;
-    const bool decode = queries <= kBlock;
-    // A chunk that makes few items is cut along its context too, so that every key and value is read for as many rows as an
-    // item takes. Where, the number of threads must not decide. A deterministic chunk is not: every row would be merged from
-    // all its splits.
-    const int64_t blocks = (queries + kItemRows - 1) / kItemRows;
-    const int64_t pieces = decode ? shares : shape.deterministic ? 1 : kChunkItems / (shape.num_kv_heads * blocks);
-    const int64_t item_splits = pieces <= 1 ? splits : (splits + pieces - 1) / pieces;
-    const int64_t part_splits = decode ? 1 : item_splits, parts = (splits + part_splits - 1) / part_splits;
-    for (int64_t head = 0; head < shape.num_kv_heads; ++head) {
-      if (item_splits == splits) {
-        add_chunk(&s, head, queries, item_rows);
-      } else {
-        add_shared(&s, head, queries, item_splits, {partial_floats, parts, part_splits});
-        partial_floats += queries * parts * (shape.head_dim + 2);
-      }
-    }
+    const int64_t queries = s.num_rows * group_;
+    if (queries <= kBlock) add_decode(&s, queries, shares);
+    else add_chunk(&s, queries, shape.deterministic, plenty ? 1 : num_threads);
   }
   // The longest first, so that the last ones to finish are short. Stable: the order is a function of the plan alone.
   std::stable_sort(items_.begin(), items_.end(), [](const AttentionItem& a, const AttentionItem& b) {
-    const auto cost = [](const AttentionItem& i) { return (i.query_end - i.query_begin) * (i.split_end - i.split_begin); };
+    const auto cost = [](const AttentionItem& i) { return (i.query_end - i.query_begin) * (i.end - i.begin); };
     return cost(a) > cost(b);
   });
-  partials_.reserve(static_cast<size_t>(partial_floats) * sizeof(float));
-  // Until here `partial` held an offset, because the room was not there yet.
+  partials_.reserve(static_cast<size_t>(partial_floats_) * sizeof(float));
   for (auto* list : {&items_, &merges_})
     for (AttentionItem& item : *list)
       if (item.partial) item.partial = partials_.as<float>() + (reinterpret_cast<intptr_t>(item.partial) - 1);
 }
 
-namespace {
-
-// How many splits of its context the query sees.
-int64_t visible_splits(const Sequence& sequence, int64_t queries, int64_t query) {
-  const int64_t group = queries / sequence.num_rows;
-  return (sequence.context - sequence.num_rows + query / group + kSplit) / kSplit;
+void AttentionSchedule::add_decode(const Sequence* sequence, int64_t queries, int64_t shares) {
+  const int64_t splits = (sequence->context + kSplit - 1) / kSplit, item_splits = (splits + shares - 1) / shares;
+  add_items(sequence, queries, queries, item_splits * kSplit, kSplit);
 }
 
-}  // namespace
-
-void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows) {
-  for (int64_t end = queries; end > 0; end -= std::min(end, item_rows)) {
-    const int64_t begin = std::max<int64_t>(0, end - item_rows);
-    items_.push_back({sequence, kv_head, begin, end, 0, visible_splits(*sequence, queries, end - 1), nullptr, 0, 0});
-  }
+// Every item of a chunk reads its keys and values again, so they are as large as keeps `num_threads` threads equally busy.
+// Few rows of few heads make items by cutting the context instead; where, the number of threads must not decide. A
+// deterministic chunk is not cut: every row would be merged from all its splits.
+void AttentionSchedule::add_chunk(const Sequence* sequence, int64_t queries, bool deterministic, int num_threads) {
+  const int64_t splits = (sequence->context + kSplit - 1) / kSplit;
+  const bool cut = queries <= kItemRows / 2 && !deterministic;
+  const int64_t parts = cut ? std::clamp<int64_t>(kChunkItems / kv_heads_, 1, splits) : 1;
+  const int64_t tokens = round_up((sequence->context + parts - 1) / parts, kCut);
+  const auto rows_of = [&](int64_t blocks) { return round_up((queries + blocks - 1) / blocks, 2 * kBlock); };
+  const auto even = [&](int64_t items) { return items % num_threads == 0 || items >= kItemsPerThread * num_threads; };
+  int64_t blocks = (queries + kItemRows - 1) / kItemRows;
+  while (!even(kv_heads_ * parts * blocks) && rows_of(blocks) > 2 * kBlock) ++blocks;
+  add_items(sequence, queries, rows_of(blocks), tokens, tokens);
 }
 
-void AttentionSchedule::add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_splits,
-                                   const Parts& parts) {
-  auto* partial = reinterpret_cast<float*>(static_cast<intptr_t>(parts.at + 1));
-  const auto add = [&](std::vector<AttentionItem>& list, int64_t begin, int64_t end, Range splits) {
-    list.push_back({sequence, kv_head, begin, end, splits.begin, splits.end, partial, parts.count, parts.splits});
-  };
-  const int64_t blocks = (queries + kItemRows - 1) / kItemRows;
-  const int64_t rows = round_up((queries + blocks - 1) / blocks, 2 * kBlock);  // whole pairs of row tiles
-  for (int64_t begin = 0; begin < queries; begin += rows) {
-    const int64_t end = std::min(begin + rows, queries), splits = visible_splits(*sequence, queries, end - 1);
-    for (int64_t split = 0; split < splits; split += item_splits)
-      add(items_, begin, end, {split, std::min(split + item_splits, splits)});
+void AttentionSchedule::add_items(const Sequence* sequence, int64_t queries, int64_t item_rows, int64_t item_tokens,
+                                  int64_t part_tokens) {
+  const bool shared = item_tokens < sequence->context;
+  const int64_t parts = shared ? (sequence->context + part_tokens - 1) / part_tokens : 0;
+  for (int64_t head = 0; head < kv_heads_; ++head) {
+    // The room is not there yet: `partial` holds an offset, and one more so that it is not null.
+    auto* partial = shared ? reinterpret_cast<float*>(static_cast<intptr_t>(partial_floats_ + 1)) : nullptr;
+    partial_floats_ += queries * parts * (head_dim_ + 2);
+    const auto add = [&](std::vector<AttentionItem>& list, int64_t first, int64_t last, Range tokens) {
+      list.push_back({sequence, head, first, last, tokens.begin, tokens.end, partial, parts, part_tokens});
+    };
+    for (int64_t first = 0; first < queries; first += item_rows) {
+      const int64_t last = std::min(first + item_rows, queries);
+      const int64_t seen = sequence->context - sequence->num_rows + (last - 1) / group_ + 1;
+      for (int64_t token = 0; token < seen; token += item_tokens)
+        add(items_, first, last, {token, std::min(token + item_tokens, seen)});
+    }
+    for (int64_t first = 0; shared && first < queries; first += kMergeQueries)
+      add(merges_, first, std::min(first + kMergeQueries, queries), {0, 0});
   }
-  for (int64_t begin = 0; begin < queries; begin += kMergeQueries)
-    add(merges_, begin, std::min(begin + kMergeQueries, queries), {0, 0});
 }
 
 void AttentionSchedule::attend_phase(Team& team, const Kernels& kernels, const AttentionArgs& args) const {

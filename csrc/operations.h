@@ -28,8 +28,8 @@ class RowPlan {
   bool own_rows() const { return own_rows_; }
   Range rows_of(const Team& team) const {
     if (!own_rows_) return share_of(rows_, team);
-    const Range pairs = share_of((rows_ + 31) / 32, team);  // whole pairs of row tiles
-    return {pairs.begin * 32, pairs.end * 32 < rows_ ? pairs.end * 32 : rows_};
+    const Range tiles = share_of((rows_ + kBlock - 1) / kBlock, team);
+    return {tiles.begin * kBlock, tiles.end * kBlock < rows_ ? tiles.end * kBlock : rows_};
   }
   // Ends a phase on rows, or a product: the others' results are needed only where the work is not by own rows.
   void barrier(Team& team) const {
@@ -38,7 +38,7 @@ class RowPlan {
 
  private:
   // Below this many rows per thread, unpacking the weights once per thread costs more than it saves.
-  static constexpr int64_t kOwnRows = 96;
+  static constexpr int64_t kOwnRows = 64;
   int64_t rows_;
   bool own_rows_;
 };
@@ -93,16 +93,18 @@ class AttentionSchedule {
   bool has_merges() const { return !merges_.empty(); }
 
  private:
-  void add_chunk(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_rows);
-  // The parts of a query's context: where their results begin, how many there are, and splits of each.
-  struct Parts {
-    int64_t at, count, splits;
-  };
-  void add_shared(const Sequence* sequence, int64_t kv_head, int64_t queries, int64_t item_splits, const Parts& parts);
+  void add_decode(const Sequence* sequence, int64_t queries, int64_t shares);
+  void add_chunk(const Sequence* sequence, int64_t queries, bool deterministic, int num_threads);
+  // All heads, in items of so many queries and tokens; partial results of so many tokens each are merged.
+  void add_items(const Sequence* sequence, int64_t queries, int64_t item_rows, int64_t item_tokens, int64_t part_tokens);
 
-  static constexpr int64_t kChunkItems = 12;  // that a chunk of few rows is cut into, over all heads
+  static constexpr int64_t kItemsPerThread = 4;  // so many, and no thread waits long for another
+  static constexpr int64_t kChunkItems = 6;      // that a chunk of few rows is cut into, over all heads
+  static constexpr int64_t kCut = 64;            // parts of a chunk's context begin at multiples of so many tokens
   static constexpr int64_t kMergeQueries = 64;
 
+  int64_t group_, kv_heads_, head_dim_;
+  int64_t partial_floats_ = 0;
   std::vector<AttentionItem> items_;
   std::vector<AttentionItem> merges_;
   Buffer partials_;

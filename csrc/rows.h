@@ -214,6 +214,10 @@ float quantize_head(const float* x, int64_t dim, uint8_t* out) {
   return top / 127.0f;
 }
 
+inline void round_head(const float* x, int64_t dim, uint16_t* out) {
+  for (int64_t i = 0; i < dim; i += 16) store_bf16(out + i, load(x + i));
+}
+
 void write_key(const RopeArgs& a, const float* key, std::byte* piece, int64_t token) {
   if (a.cache_format == CacheFormat::int8) {
     uint8_t bytes[kMaxHead];
@@ -222,10 +226,9 @@ void write_key(const RopeArgs& a, const float* key, std::byte* piece, int64_t to
     __builtin_memcpy(piece + a.head_dim * kTokens + token * 4, &scale, 4);
     return;
   }
-  for (int64_t i = 0; i < a.head_dim; i += 2) {
-    const uint32_t word = float_to_bf16(key[i]) | uint32_t{float_to_bf16(key[i + 1])} << 16;
-    __builtin_memcpy(piece + i * kTokens * 2 + token * 4, &word, 4);
-  }
+  uint16_t halves[kMaxHead];
+  round_head(key, a.head_dim, halves);
+  for (int64_t i = 0; i < a.head_dim; i += 2) __builtin_memcpy(piece + i * kTokens * 2 + token * 4, halves + i, 4);
 }
 
 void write_value(const RopeArgs& a, const float* value, std::byte* piece, int64_t token) {
@@ -237,19 +240,24 @@ void write_value(const RopeArgs& a, const float* value, std::byte* piece, int64_
     __builtin_memcpy(piece + a.head_dim * kTokens + token * 4, &scale, 4);
     return;
   }
-  auto* to = reinterpret_cast<uint16_t*>(piece);
-  for (int64_t i = 0; i < a.head_dim; ++i)
-    to[(i / 16 * 8 + token / 2) * 32 + i % 16 * 2 + token % 2] = float_to_bf16(value[i]);
+  uint16_t halves[kMaxHead];
+  round_head(value, a.head_dim, halves);
+  auto* to = reinterpret_cast<uint16_t*>(piece) + token / 2 * 32 + token % 2;
+  for (int64_t i = 0; i < a.head_dim; i += 16, to += 256)
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < 16; ++j) to[j * 2] = halves[i + j];
 }
 
-// Asks for the lines that a row's keys and values go to: the writes would wait for each. A token's values are in every
-// fourth line of int8, in every eighth of bf16.
-void prefetch_slot(const RopeArgs& a, int64_t slot) {
-  const bool int8 = a.cache_format == CacheFormat::int8;
-  const int64_t token = slot % kTokens, bytes = piece_bytes(a.cache_format, a.head_dim), first = token / (int8 ? 4 : 2) * 64;
+// Asks for the lines that a row's keys and values go to: the writes would wait for each. A key is in all of its piece, a
+// value in every fourth line of int8, in every eighth of bf16. `before` is the row before, whose lines are there.
+void prefetch_slot(const RopeArgs& a, int64_t slot, int64_t before) {
+  const bool int8 = a.cache_format == CacheFormat::int8, same_piece = slot / kTokens == before / kTokens;
+  const int64_t bytes = piece_bytes(a.cache_format, a.head_dim), line_tokens = int8 ? 4 : 2;
+  if (same_piece && slot / line_tokens == before / line_tokens) return;
+  const int64_t first = slot % kTokens / line_tokens * 64;
   for (int64_t head = 0; head < a.num_kv_heads; ++head) {
     const int64_t at = piece_of(a, slot, head);
-    for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(a.key_cache + at + line, 1, 3);
+    for (int64_t line = 0; line < bytes && !same_piece; line += 64) __builtin_prefetch(a.key_cache + at + line, 1, 3);
     for (int64_t line = first; line < bytes; line += int8 ? 256 : 512) __builtin_prefetch(a.value_cache + at + line, 1, 3);
   }
 }
@@ -258,7 +266,7 @@ void rope(const RopeArgs& a, Range rows) {
   float head[kMaxHead];
   const int64_t half = a.head_dim / 2;
   for (int64_t row = rows.begin; row < rows.end; ++row) {
-    if (row + 1 < rows.end) prefetch_slot(a, a.slots[row + 1]);
+    if (row + 1 < rows.end) prefetch_slot(a, a.slots[row + 1], a.slots[row]);
     const int64_t slot = a.slots[row];
     const float* x = a.qkv + row * a.ld;
     const float* cosines = a.cos_table + a.positions[row] * half;
@@ -266,7 +274,7 @@ void rope(const RopeArgs& a, Range rows) {
     for (int64_t h = 0; h < a.num_heads; ++h, x += a.head_dim) {
       rotate_head(x, a.q_norm, a.epsilon, cosines, sines, a.head_dim, head);
       uint16_t* to = a.q_out + (row * a.num_heads + h) * a.head_dim;
-      for (int64_t i = 0; i < a.head_dim; i += 16) store_bf16(to + i, load(head + i));
+      round_head(head, a.head_dim, to);
     }
     for (int64_t h = 0; h < a.num_kv_heads; ++h, x += a.head_dim) {
       rotate_head(x, a.k_norm, a.epsilon, cosines, sines, a.head_dim, head);

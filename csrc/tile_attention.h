@@ -97,9 +97,8 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, const Atte
   PiecesAhead ahead(a, next);
   gather_queries(a, item, 1, s->q, s->visible);
   configure_decode(static_cast<int>(count));
-  for (int64_t split = item.split_begin; split < item.split_end; ++split) {
-    const int64_t begin = split * kSplit;
-    const int64_t padded = round_up(clamp(s->visible[count - 1] - begin, 0, kSplit), kTokens);
+  for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
+    const int64_t padded = round_up(clamp(s->visible[count - 1] - begin, 0, split_tokens(item, begin)), kTokens);
     find_tokens(a, item, begin, padded, &s->tokens);
     decode_scores(a, padded, &ahead, s);
     SplitSums sums[kBlock];
@@ -108,7 +107,7 @@ void decode_attend(const AttentionArgs& a, const AttentionItem& item, const Atte
     for (int64_t dim = 0; dim < a.head_dim; dim += 64) decode_values(a, padded, dim, s);
     for (int64_t i = 0; i < count; ++i) {
       if (begin >= s->visible[i]) continue;
-      take_split(a, item, item.query_begin + i, split, s->split_sums + i * a.head_dim, sums[i],
+      take_split(a, item, item.query_begin + i, begin, s->split_sums + i * a.head_dim, sums[i],
                  s->sums + i * a.head_dim, &s->so_far[i]);
     }
   }

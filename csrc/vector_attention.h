@@ -164,9 +164,8 @@ void attend_queries(const AttentionArgs& a, const AttentionItem& item, int64_t q
     for (int64_t i = 0; i < a.head_dim; i += 16) store(s->q[r] + i, load_bf16(from + i));
     if constexpr (kInt8) to_sixteens(s->q[r], a.head_dim, &s->q_bytes[r]);
   }
-  for (int64_t split = item.split_begin; split < item.split_end; ++split) {
-    const int64_t begin = split * kSplit;
-    const int64_t most = clamp(q[kCount - 1].visible - begin, 0, kSplit);
+  for (int64_t begin = item.begin; begin < item.end; begin += kSplit) {
+    const int64_t most = clamp(q[kCount - 1].visible - begin, 0, split_tokens(item, begin));
     const int64_t padded = round_up(most, kTokens);
     find_tokens(a, item, begin, padded, &s->tokens);
     for (int64_t t = 0; t < padded; t += kTokens) {
@@ -176,7 +175,7 @@ void attend_queries(const AttentionArgs& a, const AttentionItem& item, int64_t q
     }
     SplitSums sums[kCount];
     for (int r = 0; r < kCount; ++r) {
-      const int64_t valid = clamp(q[r].visible - begin, 0, kSplit);
+      const int64_t valid = clamp(q[r].visible - begin, 0, most);
       sums[r] = {kMasked, 0.0f};
       if (valid > 0) {
         sums[r] = softmax_row<32, 16>(s->scores[r], valid, padded, a.scale * kLog2E, s->probabilities[r]);
@@ -188,7 +187,7 @@ void attend_queries(const AttentionArgs& a, const AttentionItem& item, int64_t q
     else weigh_halves<kCount>(padded, a.head_dim, s);
     for (int r = 0; r < kCount; ++r)
       if (begin < q[r].visible)
-        take_split(a, item, query + r, split, s->split_sums[r], sums[r], s->sums[r], &so_far[r]);
+        take_split(a, item, query + r, begin, s->split_sums[r], sums[r], s->sums[r], &so_far[r]);
   }
   if (item.partial) return;
   for (int r = 0; r < kCount; ++r) write_result(a, q[r], s->sums[r], so_far[r]);

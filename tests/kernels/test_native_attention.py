@@ -170,10 +170,13 @@ def test_scores_that_grow_along_the_context(kernels, cached, head_dim) -> None:
     scene.check(kernels.attention(scene.queries, scene.cache, scene.batch()))
 
 
-@pytest.mark.parametrize("chunks", [[(2100, 140)], [(1700, 24), (600, 130), (40, 20), (1600, 1)]])
-def test_chunks_that_are_cut_along_their_context(kernels, cached, chunks) -> None:
-    """Several items share a chunk's context, and their results are merged; how, the threads must not decide."""
-    scene = Scene(chunks, heads=6, kv_heads=2, head_dim=64, spread=2.0, cached=cached)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize(
+    "chunks", [[(2100, 60)], [(577, 30)], [(513, 64)], [(1500, 140)], [(1700, 24), (600, 130), (40, 20), (1600, 1)]]
+)
+def test_chunks_that_several_items_share(kernels, cached, chunks, kv_heads) -> None:
+    """Few rows are cut along their context, many by rows; parts are merged, and the threads must not decide how."""
+    scene = Scene(chunks, heads=3 * kv_heads, kv_heads=kv_heads, head_dim=64, spread=2.0, cached=cached)
     scene.fill(kernels)
     out = kernels.attention(scene.queries, scene.cache, scene.batch())
     scene.check(out)

@@ -96,6 +96,21 @@ def test_without_chunks_the_avalanche_is_there() -> None:
     assert max(gaps) > 1.0
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize("length", [300, 2000])
+def test_short_prompts_do_not_take_the_places_of_longer_ones(policy: str, length: int) -> None:
+    """Places are short and short prompts keep coming: a longer one starts when those before it have started."""
+    shorts = [request(f"short{i}", 64, 32, 0.02 * i) for i in range(400)]
+    longer = request("longer", length, 32, 2.01)
+    outcomes = replay(config(policy=policy, max_running=4), FittedCost(MACHINE), [*shorts, longer])
+    behind = outcomes["short101"]
+    assert behind.ttft > 1.0, "places are not short"
+    started = longer.arrival + outcomes["longer"].ttft
+    assert started <= behind.request.arrival + behind.ttft + length * 1e-3
+    others = [o for o in outcomes.values() if o.request.arrival > longer.arrival and o.token_times[0] < started]
+    assert len(others) <= length / 100, "that many passed it"
+
+
 def two_tenants(loud_rate: float, quiet_rate: float, seconds: float, seed: int = 0) -> list[Request]:
     rng = random.Random(seed)
 

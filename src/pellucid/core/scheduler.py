@@ -260,9 +260,11 @@ class Scheduler:
         ]
 
     def _short_prompts(self, draft: Draft) -> list[Sequence]:
-        """Prompts with no more left than one step may compute, the shortest first."""
+        """Prompts with no more left than one step may compute, the shortest first. Those that wait must have a place
+        beside all who wait before them: where places are short, the policy says whose they are."""
         left = [(sequence.num_due, sequence.id, sequence) for sequence in self._prompts(draft)]
-        left += [(s.num_due - s.num_matched, s.id, s) for s in islice(self.waiting, WINDOW)]
+        places = max(0, self.config.max_running - len(self.running))
+        left += [(s.num_due - s.num_matched, s.id, s) for s in islice(self.waiting, min(places, WINDOW))]
         limit, patient = self.config.token_budget, draft.patient
         return [s for n, _, s in sorted(left) if n <= limit and s.request.tenant not in patient]
 

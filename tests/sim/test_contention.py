@@ -34,14 +34,23 @@ BYTES_PER_BLOCK = 368_640
 
 
 def request(
-    name: str, prompt: int, output: int, arrival: float, *, words: Iterable[int] = (), tenant: str = ""
+    name: str,
+    prompt: int,
+    output: int,
+    arrival: float,
+    *,
+    words: Iterable[int] = (),
+    tenant: str = "",
+    priority: int = 0,
 ) -> Request:
     """A request of `prompt` tokens that begins with `words` and is otherwise nobody else's."""
     rng = random.Random(name)
     tokens = [*words]
     tokens += [rng.randrange(1 << 30) for _ in range(prompt - len(tokens))]
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    return Request(name, tuple(tokens), sampling, arrival=arrival, tenant=tenant, cache_key=tenant.encode())
+    return Request(
+        name, tuple(tokens), sampling, arrival=arrival, tenant=tenant, priority=priority, cache_key=tenant.encode()
+    )
 
 
 def config(**options: object) -> SchedulerConfig:
@@ -109,6 +118,18 @@ def test_short_prompts_do_not_take_the_places_of_longer_ones(policy: str, length
     assert started <= behind.request.arrival + behind.ttft + length * 1e-3
     others = [o for o in outcomes.values() if o.request.arrival > longer.arrival and o.token_times[0] < started]
     assert len(others) <= length / 100, "that many passed it"
+
+
+@pytest.mark.parametrize(("policy", "fair_to_short"), [("fcfs", True), ("priority", False), ("fair", False)])
+def test_short_prompts_pass_longer_ones_unless_these_are_more_urgent(policy: str, fair_to_short: bool) -> None:
+    shorts = [request(f"short{i}", 64, 4, 0.04 * i, priority=1) for i in range(150)]
+    document = request("document", 4000, 4, 1.0)
+    setting = config(policy=policy, max_running=256)
+    alone = replay(setting, FittedCost(MACHINE), [document])["document"].ttft
+    outcomes = replay(setting, FittedCost(MACHINE), [*shorts, document])
+    during = [o.ttft for o in outcomes.values() if 1.0 < o.request.arrival < 1.0 + alone / 2]
+    assert (median(during) < 0.2) == fair_to_short
+    assert (outcomes["document"].ttft > 1.25 * alone) == fair_to_short
 
 
 def two_tenants(loud_rate: float, quiet_rate: float, seconds: float, seed: int = 0) -> list[Request]:

@@ -55,6 +55,10 @@ class Policy(Protocol):
         """Whether `running` must give way so that `waiting` can start."""
         ...
 
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        """Whether `other` may not be read before `sequence`, however short it is."""
+        ...
+
     def deferred(self) -> frozenset[str]:
         """Tenants whose next tokens come after the prompts of those who are owed."""
         ...
@@ -131,6 +135,9 @@ class Fcfs:
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
         return False
 
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        return False
+
     def deferred(self) -> frozenset[str]:
         return frozenset()
 
@@ -177,8 +184,11 @@ class Priority:
         return _num_unread(other for other in self._queue if self._place(other) < place), 1.0
 
     def owed(self, waiting: Sequence, running: Sequence) -> bool:
-        more_urgent = waiting.request.priority < running.request.priority
-        return more_urgent and self._place(waiting) < self._place(running)
+        return self.outranks(waiting, running)
+
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        more_urgent = sequence.request.priority < other.request.priority
+        return more_urgent and self._place(sequence) < self._place(other)
 
     def deferred(self) -> frozenset[str]:
         return frozenset()
@@ -272,6 +282,9 @@ class Fair:
         below = book.account(mine).num_running + 1 <= self._slots * book.entitlement(mine)
         above = book.account(other).num_running > self._slots * book.entitlement(other)
         return lead > -book.quantum and below and above
+
+    def outranks(self, sequence: Sequence, other: Sequence) -> bool:
+        return sequence.request.tenant == other.request.tenant and sequence.request.priority < other.request.priority
 
     def deferred(self) -> frozenset[str]:
         return frozenset(self._book.ahead())

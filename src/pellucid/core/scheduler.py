@@ -260,13 +260,17 @@ class Scheduler:
         ]
 
     def _short_prompts(self, draft: Draft) -> list[Sequence]:
-        """Prompts with no more left than one step may compute, the shortest first. Those that wait must have a place
-        beside all who wait before them: where places are short, the policy says whose they are."""
-        left = [(sequence.num_due, sequence.id, sequence) for sequence in self._prompts(draft)]
+        """Prompts with no more left than one step may compute, the shortest first, unless a longer one outranks them.
+        Those that wait must have a place beside all who wait before them: where places are short, the policy says whose
+        they are."""
+        prompts = [(sequence.num_due, sequence) for sequence in self._prompts(draft)]
         places = max(0, self.config.max_running - len(self.running))
-        left += [(s.num_due - s.num_matched, s.id, s) for s in islice(self.waiting, min(places, WINDOW))]
-        limit, patient = self.config.token_budget, draft.patient
-        return [s for n, _, s in sorted(left) if n <= limit and s.request.tenant not in patient]
+        prompts += [(s.num_due - s.num_matched, s) for s in islice(self.waiting, min(places, WINDOW))]
+        limit, patient, outranks = self.config.token_budget, draft.patient, self.waiting.outranks
+        longer = [s for n, s in prompts if n > limit]
+        short = [(n, s) for n, s in prompts if n <= limit and s.request.tenant not in patient]
+        short.sort(key=lambda item: (item[0], item[1].id))
+        return [s for _, s in short if not any(outranks(other, s) for other in longer)]
 
     def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""

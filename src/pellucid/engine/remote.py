@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-import zmq
-import zmq.asyncio
-
 from pellucid.core.errors import EngineDead
 from pellucid.core.events import Finished
 from pellucid.core.request import Request
@@ -17,6 +14,7 @@ from pellucid.engine import messages, worker
 from pellucid.engine.client import EngineState, StepListener, StreamEvent
 from pellucid.engine.engine import EngineStats
 from pellucid.engine.looks import Looks
+from pellucid.engine.loop_socket import LoopSocket
 from pellucid.engine.process import EngineProcess
 from pellucid.engine.step_feed import StepFeed
 from pellucid.engine.streams import Streams
@@ -48,12 +46,9 @@ class RemoteClient:
         self._closed = False
         self.description = ""  # on what the engine runs; known once it is ready
         self._ready = asyncio.Event()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(self._engine.endpoint)
+        self._socket = LoopSocket(self._engine.endpoint, self._receive)
         self._engine.build(build)
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._watching = asyncio.create_task(self._watch())
 
     @property
     def state(self) -> EngineState:
@@ -113,10 +108,9 @@ class RemoteClient:
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         self._die("the engine was stopped")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._context.destroy(linger=0)
+        self._watching.cancel()
+        await asyncio.gather(self._watching, return_exceptions=True)
+        self._socket.close()
         self._engine.close()
 
     def _send_add(self, request: Request) -> None:
@@ -129,12 +123,8 @@ class RemoteClient:
         if self._state != "dead":
             self._socket.send(messages.encode(messages.Abort(request_id)))
 
-    async def _receive(self) -> None:
-        while True:
-            self._handle(messages.decode_from_engine(await self._socket.recv()))
-
-    def _handle(self, message: messages.FromEngine) -> None:
-        match message:
+    def _receive(self, data: bytes) -> None:
+        match message := messages.decode_from_engine(data):
             case messages.Output():
                 self._stats = message.stats
                 for events in (message.queued, message.tokens, message.finished):

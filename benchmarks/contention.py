@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import uvloop
 
 from pellucid.models.sources import DEFAULT_MODEL
 from pellucid.workload.client import LoadClient, LoadItem, Target
@@ -102,7 +103,7 @@ def head_of_line(model: str, target: str, port: int, load: HeadOfLine | None = N
         ("whole prompts", ("--step-target", "off", "--chunked-prefill", "off")),
     ):
         with server(model, *flags, port=port) as url:
-            figures = asyncio.run(_run(load, url))["highlights"]
+            figures = uvloop.run(_run(load, url))["highlights"]
         rows.append(
             [
                 name,
@@ -145,8 +146,8 @@ def tenants(model: str, target: str, port: int) -> list[list[str]]:
         ):
             flags = ("--step-target", target, "--tenants", str(file), "--policy", policy)
             with server(model, *flags, "--max-running", str(load.slots), port=port) as url:
-                alone = asyncio.run(closed(url, _chats("quiet", load.count, 1), load.quiet_open, keys["quiet"]))
-                quiet, loud = asyncio.run(_both(url, keys, load))
+                alone = uvloop.run(closed(url, _chats("quiet", load.count, 1), load.quiet_open, keys["quiet"]))
+                quiet, loud = uvloop.run(_both(url, keys, load))
             together, before = percentile(first_tokens(quiet), 0.9), percentile(first_tokens(alone), 0.9)
             opened = f"{load.quiet_open} / {10 * load.quiet_open} / {load.slots}"
             times = f"{1e3 * before:.0f} ms", f"{1e3 * together:.0f} ms", f"{together / before:.2f} x"
@@ -217,7 +218,7 @@ def pressure(model: str, target: str, port: int) -> list[list[str]]:
     ):
         with server(model, *common, *flags, port=port) as url:
             began = time.perf_counter()
-            records, texts = asyncio.run(_texts(url, items))
+            records, texts = uvloop.run(_texts(url, items))
             seconds = time.perf_counter() - began
             preempted = _metric(url, "pellucid_preemptions_total")
         answers.append(texts)
@@ -274,7 +275,7 @@ def prefixes(model: str, target: str, port: int) -> list[list[str]]:
         ):
             flags = ("--step-target", target, "--tenants", str(file), "--policy", policy, "--kv-memory", "192MiB")
             with server(model, *flags, port=port) as url:
-                records = asyncio.run(_prefixed(url, senders))
+                records = uvloop.run(_prefixed(url, senders))
             cached = sum(record.cached_tokens or 0 for record in records)
             prompt = sum(record.prompt_tokens or 0 for record in records)
             rows.append([name, f"{cached / prompt:.1%}", f"{percentile(first_tokens(records), 0.9):.2f} s"])

@@ -13,11 +13,11 @@ import random
 from functools import cache
 
 import pytest
+from tests.sim.test_contention import MACHINE, config, request
 
 from pellucid.core.cost import FittedCost
 from pellucid.core.request import Request
 from pellucid.sim.replay import replay
-from tests.sim.test_contention import MACHINE, config, request
 
 BOUND = 2.5
 STEP = 0.3

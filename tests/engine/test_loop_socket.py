@@ -64,6 +64,32 @@ def test_messages_come_whole_and_in_order_whenever_the_other_side_connects(endpo
     assert received == [b"%d" % i for i in range(COUNT)] + [b"own %d" % i for i in range(COUNT)]
 
 
+def test_a_message_that_cannot_be_handled_is_reported_and_the_next_ones_are_read(endpoint: str) -> None:
+    async def run() -> tuple[list[bytes], list[object]]:
+        received: list[bytes] = []
+        reported: list[object] = []
+
+        def take(message: bytes) -> None:
+            received.append(message)
+            if message == b"1":
+                raise ValueError("cannot be handled")
+
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context["exception"]))
+        socket = LoopSocket(endpoint, take)
+        with zmq.Context() as context, context.socket(zmq.PAIR) as other:
+            other.connect(endpoint)
+            for i in range(4):
+                other.send(b"%d" % i)
+            await asyncio.sleep(0.2)
+            other.close(linger=0)
+        socket.close()
+        return received, reported
+
+    received, reported = asyncio.run(run())
+    assert received == [b"0", b"1", b"2", b"3"]
+    assert len(reported) == 1
+
+
 def test_what_was_not_sent_does_not_keep_it_from_closing(endpoint: str) -> None:
     async def run() -> None:
         socket = LoopSocket(endpoint, lambda message: None)

@@ -47,7 +47,11 @@ class LoopSocket:
     def _proceed(self) -> None:
         self._flush()
         while not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
-            self._on_message(self._socket.recv(zmq.NOBLOCK))
+            try:
+                self._on_message(self._socket.recv(zmq.NOBLOCK))
+            except Exception:  # the loop reports it; what came after it is still read
+                self._loop.call_soon(self._proceed)
+                raise
 
     def _flush(self) -> None:
         while self._unsent and not self._socket.closed:

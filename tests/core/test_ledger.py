@@ -280,6 +280,14 @@ def test_a_wait_has_its_reason(config, first, second, reason):
     assert waited.keys() == {cause.ENGINE_GAP, reason}
 
 
+def test_who_is_not_tried_because_places_are_short_does_not_wait_for_memory():
+    run = run_of(max_running=1)
+    for number in range(15):
+        run.add(request(f"{chr(97 + number)}", 3, max_tokens=4))
+    run.finish()
+    assert dict(ledger_of(run, "o").phases[0].causes).keys() == {cause.ENGINE_GAP, cause.CAPACITY}
+
+
 def test_preemption_has_its_parts_and_counts_what_is_computed_again():
     run = Clocked(
         SchedulerConfig(num_blocks=8, block_size=4, max_context=32, max_running=3, token_budget=16), 1, lambda: 0.01

@@ -19,6 +19,8 @@ from pellucid.core.sequence import Sequence
 PROMPT_FLOOR = 0.5
 PROMPT_FLOOR_TOKENS = 32
 ALONE = 4.0
+MAX_REFUSED = 8
+"""Waiting requests that are tried in vain in one step before it is left at that."""
 
 
 class Bound(NamedTuple):
@@ -46,6 +48,11 @@ class Draft:
         self.num_moved = 0  # blocks that are copied between tiers in this step
         self.num_preempted = 0
         self._num_attended = self._num_context = self._num_tokens = self._num_samples = 0
+
+    @property
+    def closed(self) -> bool:
+        """Whether nobody new is started in this step."""
+        return self.preempted or len(self.refused) >= MAX_REFUSED
 
     @property
     def features(self) -> StepFeatures:

@@ -59,8 +59,6 @@ from pellucid.core.tiers import TierCosts
 
 SHORT_SHARE = 0.5
 """The part of a step's prompt time that short prompts get before the policy's order is asked."""
-MAX_REFUSED = 8
-"""Waiting requests that are tried in vain in one step before it is left at that."""
 
 
 class Scheduler:
@@ -192,7 +190,8 @@ class Scheduler:
         whole = draft.bound()
         if len(self.waiting) or self._prompts(draft):
             self._serve_prompts(draft, whole, now)
-            no_room = draft.preempted or len(draft.refused) >= MAX_REFUSED
+            full = len(self.running) >= self.config.max_running
+            no_room = draft.preempted or (draft.closed and not full)
             self.ledgers.end_round(ledger.MEMORY if no_room else ledger.CAPACITY, self.waiting.deferred())
         self._serve_deferred(deferred, draft, whole, now)
         plan = self._seal(draft, now)
@@ -245,9 +244,12 @@ class Scheduler:
                 if draft.exhausted(half):
                     break
                 self._serve(sequence, draft, half, now)
-        for sequence in self.waiting.order(self._prompts(draft)):
-            if draft.exhausted(whole):
+        started = self._prompts(draft)
+        num_left = len(started)
+        for sequence in self.waiting.order(started):
+            if draft.exhausted(whole) or (num_left == 0 and draft.closed):
                 break
+            num_left -= sequence.status is not Status.WAITING
             self._serve(sequence, draft, whole, now)
 
     def _prompts(self, draft: Draft) -> list[Sequence]:
@@ -275,7 +277,7 @@ class Scheduler:
     def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""
         if sequence.status is Status.WAITING:
-            if draft.preempted or len(draft.refused) >= MAX_REFUSED or sequence.id in draft.refused:
+            if draft.closed or sequence.id in draft.refused:
                 return
             if not self._admit(sequence, draft, now):
                 return

@@ -341,6 +341,17 @@ def _merge(started: list[Sequence], waiting: list[Sequence]) -> list[Sequence]:
     return sorted(started + waiting, key=lambda s: s.request.priority)
 
 
+def short_first(policy: Policy, started: list[Sequence], places: int, most: int) -> list[Sequence]:
+    """Prompts with at most `most` tokens left, the shortest first, unless a longer one outranks them: those of
+    `started` sequences, and those waiting that have one of `places` beside all who wait before them. Where places are
+    short, the policy's order says whose they are."""
+    prompts = [(sequence.num_due, sequence) for sequence in started]
+    prompts += [(s.num_due - s.num_matched, s) for s in islice(policy, min(max(0, places), WINDOW))]
+    longer = [s for n, s in prompts if n > most]
+    short = sorted((n, s.id, s) for n, s in prompts if n <= most)
+    return [s for _, _, s in short if not any(policy.outranks(other, s) for other in longer)]
+
+
 def make_policy(config: SchedulerConfig, book: ServiceBook) -> Policy:
     """The policy that `config` names."""
     match config.policy:

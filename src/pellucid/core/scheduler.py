@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import islice
 
 from pellucid.core import ledger
 from pellucid.core.admission import Admission
@@ -46,7 +45,7 @@ from pellucid.core.launch import Launched, counted, seal
 from pellucid.core.ledger_book import LedgerBook
 from pellucid.core.misses import MissBook
 from pellucid.core.plan import Chunk, StepPlan, StepResult
-from pellucid.core.policy import WINDOW, make_policy
+from pellucid.core.policy import make_policy, short_first
 from pellucid.core.preemption import choose_victim
 from pellucid.core.pressure import Pressure
 from pellucid.core.request import Request
@@ -240,7 +239,11 @@ class Scheduler:
             sequence.num_matched = self.kv.match(sequence).num_blocks * self.config.block_size
         half = draft.bound(SHORT_SHARE)
         if half.seconds is not None:
-            for sequence in self._short_prompts(draft):
+            places = self.config.max_running - len(self.running)
+            short = short_first(self.waiting, self._prompts(draft), places, self.config.token_budget)
+            for sequence in short:
+                if sequence.request.tenant in draft.patient:
+                    continue
                 if draft.exhausted(half):
                     break
                 self._serve(sequence, draft, half, now)
@@ -260,19 +263,6 @@ class Scheduler:
             for sequence in self.running.values()
             if (due := sequence.num_due) > 1 or (due == 1 and sequence.id in chunks and not chunks[sequence.id].samples)
         ]
-
-    def _short_prompts(self, draft: Draft) -> list[Sequence]:
-        """Prompts with no more left than one step may compute, the shortest first, unless a longer one outranks them.
-        Those that wait must have a place beside all who wait before them: where places are short, the policy says whose
-        they are."""
-        prompts = [(sequence.num_due, sequence) for sequence in self._prompts(draft)]
-        places = max(0, self.config.max_running - len(self.running))
-        prompts += [(s.num_due - s.num_matched, s) for s in islice(self.waiting, min(places, WINDOW))]
-        limit, patient, outranks = self.config.token_budget, draft.patient, self.waiting.outranks
-        longer = [s for n, s in prompts if n > limit]
-        short = [(n, s) for n, s in prompts if n <= limit and s.request.tenant not in patient]
-        short.sort(key=lambda item: (item[0], item[1].id))
-        return [s for _, s in short if not any(outranks(other, s) for other in longer)]
 
     def _serve(self, sequence: Sequence, draft: Draft, bound: Bound, now: float) -> None:
         """Give a prompt as much as fits, starting it if it waits and may start."""

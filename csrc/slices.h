@@ -230,7 +230,8 @@ class SlicedProduct {
         tiles_(reinterpret_cast<uint8_t*>(scales_ + 2 * slices_ * kPair)),
         columns_(a.weight, tiles_, scales_) {}
 
-  // Rows from a multiple of 32 on.
+  // Rows from a multiple of 16 on. An odd row tile at the end is multiplied beside whatever follows it in the panel, maybe
+  // another thread's rows, and what comes of that is not stored.
   void multiply(Range rows, Range pairs) {
     const int64_t row_pairs = (rows.end - rows.begin + 2 * kBlock - 1) / (2 * kBlock);
     columns_.ask(pairs.begin, 1);
